@@ -1,0 +1,125 @@
+"""The four things of which more may be added: architectures, sources, layouts, transports.
+
+Each is one file in the folder of that name and one line in the table of its `__init__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from .operations import Expression
+from .records import BaseModel, LocalShard, SourceFile, TensorSpec
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """Components one pipeline class declares: name -> accepted class names.
+
+    `optional` components may be absent or `[null, null]`. `options` are plain values of
+    `model_index.json`: name -> accepted Python types.
+    """
+
+    components: Mapping[str, tuple[str, ...]]
+    optional: frozenset[str] = frozenset()
+    options: Mapping[str, tuple[type, ...]] = field(default_factory=dict)
+
+
+class Architecture(Protocol):
+    """One family: a transformer class, its pipelines, and how its output tensors are made."""
+
+    name: str
+    transformer_class: str
+    module: str
+    pipelines: Mapping[str, PipelineSpec]
+
+    def check_base(self, base: BaseModel) -> None:
+        """Raise BaseModelError where configuration values of the base contradict each other."""
+
+    def make_expressions(
+        self, base: BaseModel, sources: Mapping[str, TensorSpec]
+    ) -> Mapping[str, Expression]:
+        """Map every output tensor name to the expression that makes it from source tensors.
+
+        `sources` are the checkpoint's full tensors by cleaned FQN. Names only: the plan checks
+        that each source is used exactly once and each expected tensor is made exactly once.
+        """
+
+
+class SourceReader(Protocol):
+    """The files of one checkpoint that this rank has opened."""
+
+    def describe(self, holder: int) -> list[LocalShard]:
+        """Describe every tensor piece in the opened files; reads headers and metadata only."""
+
+    def read(self, source_file: str, source_key: str) -> torch.Tensor:
+        """Return the local piece, shape = `LocalShard.sizes`, where it lies (mapped, no copy)."""
+
+    def notes(self) -> list[str]:
+        """Return remarks for the log: wrappers removed, files ignored, keys left aside."""
+
+    def close(self) -> None:
+        """Drop all tensors and unmap the files."""
+
+
+class Source(Protocol):
+    """One kind of sharded checkpoint."""
+
+    backend: str
+
+    def find_files(self, local_dir: Path) -> list[SourceFile]:
+        """List the checkpoint files this machine sees, sorted by path; no content is read."""
+
+    def check_complete(self, names: Sequence[str]) -> int:
+        """Return the training world size; raise SourceError when the union is not complete."""
+
+    def open(self, local_dir: Path, files: Sequence[SourceFile]) -> SourceReader:
+        """Open the files dealt to this rank."""
+
+
+class OutputLayout(Protocol):
+    """Where things lie in the published folder."""
+
+    name: str
+
+    def artifact_type(self, base: BaseModel) -> str:
+        """Return the manifest's `artifact_type`."""
+
+    def tensor_directory(self, base: BaseModel) -> str:
+        """Return the folder of the trained weights, relative POSIX path, `.` for the root."""
+
+    def weights_stem(self, base: BaseModel) -> str:
+        """Return the file stem of the weights, such as `diffusion_pytorch_model`."""
+
+    def copies(self, base: BaseModel) -> Mapping[str, str]:
+        """Return base file -> output file (relative POSIX paths) for everything copied."""
+
+
+class Transport(Protocol):
+    """Moves bytes from any rank to rank 0; collective in the order of the plan's buckets.
+
+    A message is a contiguous one-dimensional uint8 CPU tensor whose size both sides know.
+    """
+
+    name: str
+
+    def transfer(
+        self,
+        *,
+        outgoing: Sequence[torch.Tensor],
+        incoming: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Send `outgoing` to rank 0 and, on rank 0, fill `incoming` (sender, message) in place.
+
+        Messages between two ranks keep their order. Returns when all tensors may be reused.
+
+        Raises:
+            PeerError: The other side of a message is gone.
+        """
+
+    def close(self) -> None:
+        """Release groups and buffers."""

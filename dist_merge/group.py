@@ -1,0 +1,468 @@
+"""The ranks of one run: membership, agreement between steps, first cause, watching peers.
+
+The control plane is a key-value store, never a collective: a rank that waits for others waits on
+a store key in short intervals, so it notices a failure elsewhere within a fraction of a second,
+has no fixed time limit, and stays interruptible. Process groups carry tensor bytes only
+(`transports/`).
+
+Three threads per rank: the caller's main thread waits and takes signals, a job thread walks the
+straight line of `run.py`, a watcher thread publishes this rank's heartbeat and reads the others'.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from .errors import MergeError, PeerError, as_merge_error
+
+T = TypeVar("T")
+CHUNK_NBYTES = 2**20
+WAIT_SECONDS = 0.2
+BEAT_SECONDS = 0.5
+# A rank whose watcher thread says nothing for this long is gone or stopped.
+SILENCE_SECONDS = 20.0
+
+
+def process_identity() -> dict[str, Any]:
+    """Host, pid and start time of this process: enough for a same-host peer to see it die."""
+    return {
+        "host": f"{socket.gethostname()}/{_read_text('/proc/sys/kernel/random/boot_id')}"
+        f"/{_read_link('/proc/self/ns/pid')}",
+        "pid": os.getpid(),
+        "start": process_start(os.getpid()),
+    }
+
+
+def process_start(pid: int) -> str | None:
+    """Start time of a live process in clock ticks since boot; None when dead or a zombie."""
+    stat = _read_text(f"/proc/{pid}/stat")
+    fields = stat.rpartition(")")[2].split()
+    if len(fields) < 20 or fields[0] in ("Z", "X"):
+        return None
+    return fields[19]
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _read_link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+class Group:
+    """The ranks of one run and what they agree on.
+
+    Args:
+        rank: Group rank of this process.
+        size: Number of ranks.
+        store: Key-value store all ranks share; None when there is one rank.
+        timeout: Seconds without progress of an unfinished rank that end the run.
+    """
+
+    def __init__(self, *, rank: int, size: int, store: Any = None, timeout: float = 1800.0) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.progress = 0
+        self.waiting = False
+        self.stopped = threading.Event()
+        self._store = store
+        self._cause: MergeError | None = None
+        self._cause_lock = threading.Lock()
+        self._keys: list[str] = []
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._last_contact = time.monotonic()
+        if size > 1:
+            self._watcher = threading.Thread(
+                target=self._watch, name="dist_merge-watcher", daemon=True
+            )
+            self._watcher.start()
+
+    @property
+    def cause(self) -> MergeError | None:
+        """First error of any rank, once known here."""
+        return self._cause
+
+    def advance(self, amount: int = 1) -> None:
+        """Count progress, and leave at once when another rank has failed.
+
+        Raises:
+            MergeError: The first cause, when the run was stopped.
+        """
+        self.progress += amount
+        self.check()
+
+    def check(self) -> None:
+        """Raise the first cause when the run was stopped."""
+        if self.stopped.is_set() and self._cause is not None:
+            raise self._cause
+
+    def prepare(self, step: str, action: Callable[[], T]) -> T:
+        """Run `action` here, then agree with all ranks that it worked everywhere.
+
+        Ranks: collective; same steps in the same order on every rank.
+        """
+        error: MergeError | None = None
+        result: T
+        try:
+            result = action()
+        except Exception as raised:  # every kind of failure must reach the other ranks
+            if isinstance(raised, MergeError) and raised is self._cause:
+                raise
+            error = as_merge_error(raised, step=step)
+            error.__cause__ = raised
+        self.agree(step, error)
+        return result
+
+    def agree(self, step: str, error: MergeError | None = None) -> None:
+        """Wait until every rank stands here; raise the first cause when any rank failed.
+
+        Ranks: collective.
+        """
+        self.check()
+        if error is not None:
+            raise self.report(error)
+        if self.size == 1:
+            return
+        key = f"agree/{step}"
+        if self._op(lambda: self._store.add(key, 1)) == self.size:
+            self._set(f"{key}/done", b"1")
+        self._wait(f"{key}/done")
+        self._keys += [key, f"{key}/done"]
+        self._adopt_cause()
+        self.check()
+
+    def exchange(self, step: str, payload: bytes) -> list[bytes]:
+        """Give every rank's `payload` to every rank, by rank.
+
+        Ranks: collective. Memory: all payloads, compressed and plain.
+        """
+        if self.size == 1:
+            return [payload]
+        self.put(f"{step}/{self.rank}", payload)
+        return [self.get(f"{step}/{rank}") for rank in range(self.size)]
+
+    def put(self, name: str, payload: bytes) -> None:
+        """Publish bytes under `name` for the other ranks."""
+        packed = zlib.compress(payload, 1)
+        chunks = [packed[i : i + CHUNK_NBYTES] for i in range(0, len(packed), CHUNK_NBYTES)]
+        for index, chunk in enumerate(chunks):
+            self._set(f"data/{name}/{index}", chunk)
+            self._keys.append(f"data/{name}/{index}")
+        self._set(f"data/{name}", str(len(chunks)).encode())
+        self._keys.append(f"data/{name}")
+
+    def get(self, name: str) -> bytes:
+        """Wait for the bytes another rank published under `name`."""
+        self._wait(f"data/{name}")
+        count = int(self._op(lambda: self._store.get(f"data/{name}")))
+        parts = []
+        for index in range(count):
+            parts.append(self._op(lambda i=index: self._store.get(f"data/{name}/{i}")))
+        return zlib.decompress(b"".join(parts))
+
+    def report(self, error: MergeError) -> MergeError:
+        """Record `error` as the first cause unless there is one; return the first cause."""
+        if error.rank is None and self.size > 1:
+            error.rank = self.rank
+        if self.size > 1 and self._cause is None:
+            if isinstance(error, PeerError):
+                # A broken connection is seldom the cause: give the watcher time to find it.
+                self.stopped.wait(3.0)
+            try:
+                text = json.dumps(error.to_dict())
+                self._store.compare_set("cause", "", text)
+                self._adopt_cause()
+            except RuntimeError:
+                pass  # the store is gone with the rank or launcher that held it
+        self._fail(error)
+        assert self._cause is not None
+        return self._cause
+
+    def close(self) -> None:
+        """Stop watching, tell the others that this rank left on purpose, remove own keys."""
+        self._closing.set()
+        if self._watcher is None:
+            return
+        self._watcher.join(2.0)
+        try:
+            self._store.set(f"beat/{self.rank}", json.dumps({"left": True}))
+        except RuntimeError:
+            pass
+
+    def _fail(self, error: MergeError) -> None:
+        with self._cause_lock:
+            if self._cause is None:
+                self._cause = error
+        self.stopped.set()
+
+    def _op(self, operation: Callable[[], T]) -> T:
+        """Run one store operation; a store that is gone means that its holder is gone."""
+        try:
+            return operation()
+        except RuntimeError as error:
+            self.check()
+            raise PeerError(
+                "peer-lost",
+                "the store through which the ranks talk is gone: its process ended",
+                hint="see the first error above, or the launcher's summary",
+            ) from error
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._op(lambda: self._store.set(key, value))
+
+    def _wait(self, key: str) -> None:
+        """Wait for `key`, in short intervals, as long as no rank failed."""
+        self.waiting = True
+        try:
+            while True:
+                self.check()
+                try:
+                    self._store.wait([key], timedelta(seconds=WAIT_SECONDS))
+                    return
+                except dist.DistStoreError:
+                    continue  # not there yet
+                except RuntimeError:
+                    self._op(lambda: self._store.check([key]))
+        finally:
+            self.waiting = False
+
+    def _adopt_cause(self, store: Any = None) -> None:
+        store = store or self._store
+        if self._cause is None and store.check(["cause"]):
+            self._fail(MergeError.from_dict(json.loads(store.get("cause"))))
+
+    def _watch(self) -> None:
+        """Publish the heartbeat, adopt a first cause, notice dead, stopped or stuck ranks."""
+        try:
+            store = self._store.clone()
+        except (RuntimeError, AttributeError):
+            store = self._store
+        identity = process_identity()
+        peers = _Peers(self.rank, self.size, identity, timeout=self.timeout)
+        while not self._closing.is_set():
+            beat = {**identity, "beat": time.monotonic_ns(), "progress": self.progress}
+            beat["waiting"] = self.waiting
+            try:
+                store.set(f"beat/{self.rank}", json.dumps(beat))
+                self._adopt_cause(store)
+                error = peers.check(store)
+                if error is not None and self._cause is None and not self._closing.is_set():
+                    store.compare_set("cause", "", json.dumps(error.to_dict()))
+                    self._adopt_cause(store)
+                self._last_contact = time.monotonic()
+            except RuntimeError:
+                if not self._closing.is_set():
+                    self._fail(
+                        PeerError(
+                            "peer-lost",
+                            "the store through which the ranks talk is gone: its process ended",
+                            rank=self.rank,
+                        )
+                    )
+                return
+            self._closing.wait(BEAT_SECONDS)
+
+    def silence(self) -> float:
+        """Seconds since the watcher last reached the store; 0 when there is nothing to watch."""
+        return time.monotonic() - self._last_contact if self._watcher is not None else 0.0
+
+
+class _Peers:
+    """What one rank knows of the others from their heartbeats."""
+
+    def __init__(self, rank: int, size: int, identity: dict[str, Any], *, timeout: float) -> None:
+        self.others = [other for other in range(size) if other != rank]
+        self.identity = identity
+        self.timeout = timeout
+        self.seen: dict[int, tuple[Any, float]] = {}
+        self.moved: dict[int, tuple[int, float]] = {}
+        self.started = time.monotonic()
+
+    def check(self, store: Any) -> MergeError | None:
+        """Return the error of the first rank that is dead, silent or stuck."""
+        now = time.monotonic()
+        for rank in self.others:
+            if not store.check([f"beat/{rank}"]):
+                if now - self.started > self.timeout:
+                    return PeerError(
+                        "peer-timeout",
+                        f"rank {rank} did not join within {self.timeout:.0f} s",
+                        rank=rank,
+                    )
+                continue
+            beat = json.loads(store.get(f"beat/{rank}"))
+            if beat.get("left"):
+                continue
+            error = self._check_one(rank, beat, now)
+            # The rank may have left between its last heartbeat and its end.
+            if error is not None and not json.loads(store.get(f"beat/{rank}")).get("left"):
+                return error
+        return None
+
+    def _check_one(self, rank: int, beat: dict[str, Any], now: float) -> MergeError | None:
+        same_host = beat["host"] == self.identity["host"] and beat["start"] is not None
+        if same_host and process_start(beat["pid"]) != beat["start"]:
+            return PeerError(
+                "peer-died",
+                f"rank {rank} ended without a word: it was killed or crashed",
+                rank=rank,
+                hint="look for an out-of-memory kill, then run again; nothing was published",
+            )
+        if self.seen.get(rank, (None, now))[0] != beat["beat"]:
+            self.seen[rank] = (beat["beat"], now)
+        if now - self.seen[rank][1] > SILENCE_SECONDS:
+            return PeerError(
+                "peer-timeout",
+                f"rank {rank} gave no sign of life for {SILENCE_SECONDS:.0f} s",
+                rank=rank,
+                hint="its host or process is stopped or cut off",
+            )
+        mark = -1 if beat["waiting"] else beat["progress"]
+        if mark == -1 or self.moved.get(rank, (None, now))[0] != mark:
+            self.moved[rank] = (mark, now)
+        if now - self.moved[rank][1] > self.timeout:
+            return PeerError(
+                "peer-timeout",
+                f"rank {rank} made no progress for {self.timeout:.0f} s",
+                rank=rank,
+                hint="raise --timeout if its disk is only slow",
+            )
+        return None
+
+
+@contextmanager
+def open_group(*, timeout: float, process_group: Any = None) -> Iterator[tuple[Group, Any]]:
+    """Join the ranks of this run; yield the group and the gloo process group of its own (or None).
+
+    Inside an initialised process group (a trainer), its ranks take part and the group is left as
+    found. Under torchrun without one, this makes and destroys its own. Otherwise one process.
+
+    Ranks: collective.
+    """
+    made_default = False
+    limit = timedelta(seconds=timeout)
+    if not dist.is_available():
+        yield Group(rank=0, size=1), None
+        return
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+            yield Group(rank=0, size=1), None
+            return
+        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("dist_merge/default", store),
+            rank=rank,
+            world_size=size,
+            timeout=limit,
+        )
+        made_default = True
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    if size == 1:
+        try:
+            yield Group(rank=0, size=1), None
+        finally:
+            if made_default:
+                dist.destroy_process_group()
+        return
+    own = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
+    group = Group(rank=rank, size=size, store=_own_store(own, ranks), timeout=timeout)
+    try:
+        yield group, own
+    finally:
+        group.close()
+        if made_default:
+            dist.destroy_process_group()
+        else:
+            dist.destroy_process_group(own)
+
+
+def _own_store(own: Any, ranks: list[int]) -> Any:
+    """Return the trainer's or launcher's store under a prefix that no other run uses."""
+    import secrets
+
+    import torch
+
+    token = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8).clone()
+    dist.broadcast(token, src=ranks[0], group=own)
+    base = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"dist_merge/{bytes(token.tolist()).hex()}", base)
+
+
+def run_interruptibly(
+    group: Group, job: Callable[[], T], *, clean_up: Callable[[], None], patience: float = 5.0
+) -> T:
+    """Run `job` in a thread while this thread waits, takes signals and watches the store.
+
+    On a failure anywhere the job gets `patience` seconds to leave by itself; a thread that sits
+    inside a transfer with a dead peer is then left behind (it holds no file), and `clean_up` runs
+    here.
+
+    Raises:
+        MergeError: The first cause of any rank.
+    """
+    outcome: dict[str, Any] = {}
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome["result"] = job()
+        except BaseException as error:
+            outcome["error"] = error
+            if isinstance(error, Exception):
+                group.report(as_merge_error(error, step="run"))
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=run, name="dist_merge-job", daemon=True)
+    thread.start()
+    try:
+        while not done.wait(0.1):
+            if group.stopped.is_set():
+                break
+            if group.silence() > SILENCE_SECONDS + 2 * BEAT_SECONDS:
+                group._fail(
+                    PeerError(
+                        "peer-timeout",
+                        f"no contact with the other ranks for {SILENCE_SECONDS:.0f} s",
+                        rank=group.rank,
+                        hint="rank 0 or the launcher is stopped or cut off",
+                    )
+                )
+    except BaseException as raised:
+        error = as_merge_error(raised, step="run") if isinstance(raised, Exception) else None
+        group.report(error or PeerError("interrupted", "interrupted from the keyboard"))
+    if not done.is_set() or "result" not in outcome:
+        done.wait(patience)
+        clean_up()
+        cause = group.cause or as_merge_error(outcome["error"], step="run")
+        raise cause from outcome.get("error")
+    result: T = outcome["result"]
+    return result
+
+
+def local_rank() -> int:
+    """Index of this process on its host, as the launcher says; 0 without one."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,0 +1,164 @@
+"""Find, deal, open and describe the sharded checkpoint: headers and metadata, no tensor bytes."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .actor_config import read_actor_config
+from .contracts import Source, SourceReader
+from .errors import RequestError, SourceError
+from .files import sha256_file
+from .group import Group
+from .records import SourceFile, SourceInventory
+from .request import ModelMergerConfig
+from .sources import SOURCES
+from .wire import decode_files, decode_shards, encode_files, encode_shards
+
+
+@dataclass(frozen=True)
+class OpenSources:
+    """The inventory all ranks share, and the files this rank has opened."""
+
+    inventory: SourceInventory
+    reader: SourceReader
+    own_files: tuple[SourceFile, ...]
+
+
+def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
+    """List, deal, open and describe the checkpoint's files.
+
+    Raises:
+        SourceError: Files are missing, unreadable or contradict each other.
+        RequestError: Pickle input without `trust_checkpoint`.
+
+    Ranks: collective.
+    """
+    local_dir = Path(config.local_dir)
+    source = choose_source(config)
+    visible = group.prepare("list-sources", lambda: find_files(source, local_dir))
+    listings = [decode_files(p) for p in group.exchange("listing", encode_files(visible))]
+    holders = group.prepare("deal-sources", lambda: deal_files(listings))
+    world_size = group.prepare("check-sources", lambda: source.check_complete(sorted(holders)))
+    own = tuple(file for file in visible if holders[file.path] == group.rank)
+    reader = group.prepare("open-sources", lambda: source.open(local_dir, own))
+    shards = group.prepare("describe-sources", lambda: reader.describe(group.rank))
+    described = [
+        decode_shards(p)
+        for p in group.exchange("shards", encode_shards(shards, reader.notes()))
+    ]
+    actor_config, sha256 = read_shared_config(config, group=group)
+    files = {file.path: file for listing in listings for file in listing}
+    inventory = SourceInventory(
+        backend=source.backend,
+        files=tuple(files[path] for path in sorted(files)),
+        holders=holders,
+        shards=tuple(shard for shards, _ in described for shard in shards),
+        world_size=world_size,
+        actor_config=actor_config,
+        actor_config_sha256=sha256,
+        notes=tuple(dict.fromkeys(note for _, notes in described for note in notes)),
+    )
+    return OpenSources(inventory, reader, own)
+
+
+def choose_source(config: ModelMergerConfig) -> Source:
+    """Return the source for `backend`; pickled sources need the user's acknowledgement."""
+    if not config.trust_checkpoint:
+        raise RequestError(
+            "untrusted-checkpoint",
+            "Pickled rank checkpoints require explicit trust_checkpoint=True",
+            hint="pass --trust-checkpoint; files are opened without running code from them",
+        )
+    name = "fsdp" if config.backend == "auto" else config.backend
+    return SOURCES[name]
+
+
+def find_files(source: Source, local_dir: Path) -> list[SourceFile]:
+    """List the files this machine sees; a folder that is absent here is an empty listing."""
+    if not local_dir.is_dir():
+        raise SourceError(
+            "local-dir-missing",
+            "the checkpoint folder does not exist or is no folder",
+            where=f"`{local_dir}`",
+            hint="pass the folder that holds model_world_size_W_rank_R.pt as --local_dir",
+        )
+    return source.find_files(local_dir)
+
+
+def deal_files(listings: Sequence[Sequence[SourceFile]]) -> dict[str, int]:
+    """Deal every file to one rank that sees it, balanced by bytes; equal on every rank.
+
+    Raises:
+        SourceError: One path has different sizes on two machines.
+    """
+    seen: dict[str, list[int]] = defaultdict(list)
+    sizes: dict[str, int] = {}
+    for rank, listing in enumerate(listings):
+        for file in listing:
+            if sizes.setdefault(file.path, file.nbytes) != file.nbytes:
+                raise SourceError(
+                    "source-disagrees",
+                    f"`{file.path}` differs between machines",
+                    expected=f"{sizes[file.path]} bytes as on rank {seen[file.path][0]}",
+                    found=f"{file.nbytes} bytes on rank {rank}",
+                )
+            seen[file.path].append(rank)
+    load = [0] * len(listings)
+    holders: dict[str, int] = {}
+    for path in sorted(sizes, key=lambda path: (-sizes[path], _natural(path))):
+        rank = min(seen[path], key=lambda rank: (load[rank], rank))
+        holders[path] = rank
+        load[rank] += sizes[path]
+    return holders
+
+
+def _natural(path: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
+
+
+def read_shared_config(
+    config: ModelMergerConfig, *, group: Group
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Read the actor's config on rank 0 and hand it to all ranks."""
+    import json
+
+    folder = Path(config.hf_model_config_path or Path(config.local_dir) / "huggingface")
+
+    def read() -> bytes:
+        if group.rank != 0:
+            return b""
+        return json.dumps(read_actor_config(folder)).encode()
+
+    payload = group.prepare("read-actor-config", read)
+    actor, sha256 = json.loads(group.exchange("actor-config", payload)[0])
+    return actor, sha256
+
+
+def hash_sources(local_dir: Path, files: Sequence[SourceFile], *, group: Group) -> dict[str, str]:
+    """SHA256 of the files this rank holds, checked to be unchanged since the inspection.
+
+    Raises:
+        SourceError: A file changed.
+    """
+    result = {}
+    for file in files:
+        result[file.path] = sha256_file(local_dir / file.path, on_progress=group.advance)
+        check_unchanged(local_dir, file)
+    return result
+
+
+def check_unchanged(local_dir: Path, file: SourceFile) -> None:
+    """Raise SourceError when size, time or inode of a file differ from the inspection's."""
+    stat = (local_dir / file.path).stat()
+    if (stat.st_size, stat.st_mtime_ns, stat.st_ino) != (file.nbytes, file.mtime_ns, file.inode):
+        raise SourceError(
+            "source-changed",
+            "a checkpoint file changed during the merge",
+            where=f"`{file.path}`",
+            hint="let the training job finish its save, then merge again",
+        )

@@ -1,0 +1,349 @@
+"""Make the whole job as data: every output file, tensor, operation, box and sender.
+
+Pure: no I/O, no communication. What this module returns is complete, or it raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+from .contracts import Architecture, OutputLayout
+from .errors import PlanError, SourceError, make_list
+from .operations import Apply, Cast, Expression, list_inputs, make_spec
+from .records import (
+    DTYPES,
+    FLOATING_DTYPES,
+    BaseModel,
+    Bucket,
+    LocalShard,
+    MergePlan,
+    OutputShard,
+    OutputTensor,
+    PlannedBox,
+    SourceInventory,
+    SourceTensor,
+    TensorSpec,
+    item_nbytes,
+)
+from .request import ModelMergerConfig
+
+# Expert weights and positions of the largest public models stay far below this.
+MAX_DIMS = 16
+
+
+def make_plan(
+    inventory: SourceInventory,
+    *,
+    base: BaseModel,
+    architecture: Architecture,
+    layout: OutputLayout,
+    config: ModelMergerConfig,
+) -> MergePlan:
+    """Match sources with the base's schema and lay out every output file.
+
+    Raises:
+        PlanError: Keys, shapes or dtypes of checkpoint and base do not match one to one.
+        SourceError: Boxes of a tensor leave a hole, overlap, or disagree.
+    """
+    notes: list[str] = []
+    sources = make_source_tensors(inventory.shards, world_size=inventory.world_size, notes=notes)
+    specs = {fqn: source.spec for fqn, source in sources.items()}
+    expressions = architecture.make_expressions(base, specs)
+    check_names(expressions, base=base, specs=specs)
+    outputs = [
+        make_output(name, expressions[name], specs=specs, base=base, config=config)
+        for name in sorted(expressions)
+    ]
+    directory = layout.tensor_directory(base)
+    stem = layout.weights_stem(base)
+    shards = split_output(
+        outputs, directory=directory, stem=stem, max_nbytes=int(config.max_shard_size)
+    )
+    prefix = "" if directory == "." else f"{directory}/"
+    changes = {
+        output.name: (base.tensors[output.name].dtype, output.spec.dtype)
+        for output in outputs
+        if base.tensors[output.name].dtype != output.spec.dtype
+    }
+    return MergePlan(
+        artifact_type=layout.artifact_type(base),
+        architecture=base.pipeline_class or next(iter(architecture.pipelines)),
+        tensor_directory=directory,
+        sources=sources,
+        output_shards=shards,
+        index_path=f"{prefix}{stem}.safetensors.index.json" if len(shards) > 1 else None,
+        buckets=make_buckets(shards, specs=specs, max_nbytes=int(config.buffer_size)),
+        dtype_changes=changes,
+        notes=tuple(notes),
+    )
+
+
+def make_digest(plan: MergePlan) -> bytes:
+    """Digest of everything in the plan, to be compared between ranks."""
+    return hashlib.sha256(repr(plan).encode()).digest()
+
+
+def make_source_tensors(
+    shards: Iterable[LocalShard], *, world_size: int, notes: list[str]
+) -> dict[str, SourceTensor]:
+    """Group local shards by tensor and prove that their boxes tile it exactly."""
+    by_fqn: dict[str, list[LocalShard]] = defaultdict(list)
+    for shard in shards:
+        by_fqn[shard.fqn].append(shard)
+    result: dict[str, SourceTensor] = {}
+    sent: dict[int, int] = defaultdict(int)
+    for fqn in sorted(by_fqn):
+        group = sorted(by_fqn[fqn], key=lambda shard: (shard.offsets, shard.source_file))
+        spec = check_agreement(fqn, group)
+        holders = {shard.source_file for shard in group}
+        if all(shard.is_whole_copy for shard in group) and len(holders) < world_size:
+            notes.append(f"`{fqn}` is a plain tensor found in {len(holders)} of {world_size} files")
+        boxes = choose_senders(group, sent=sent, nbytes=item_nbytes(spec.dtype))
+        check_tiling(fqn, spec.shape, boxes)
+        result[fqn] = SourceTensor(fqn, spec, boxes)
+    return result
+
+
+def check_agreement(fqn: str, group: Sequence[LocalShard]) -> TensorSpec:
+    """Return the shape and dtype on which all files that hold `fqn` agree."""
+    first = group[0]
+    if len(first.global_shape) > MAX_DIMS or first.dtype not in DTYPES:
+        raise SourceError(
+            "dtype-unknown", f"tensor `{fqn}` cannot be stored", found=f"dtype {first.dtype}"
+        )
+    for shard in group:
+        for what, here, there in (
+            ("shape", list(first.global_shape), list(shard.global_shape)),
+            ("dtype", first.dtype, shard.dtype),
+        ):
+            if here != there:
+                raise SourceError(
+                    f"{what}-disagrees",
+                    f"tensor `{fqn}`: rank files disagree on its {what}",
+                    where=f"`{shard.source_file}`",
+                    expected=f"{here} as in `{first.source_file}`",
+                    found=str(there),
+                    hint="the files are from different runs or models; save the checkpoint again",
+                )
+    return TensorSpec(first.global_shape, first.dtype)
+
+
+def choose_senders(
+    group: Sequence[LocalShard], *, sent: dict[int, int], nbytes: int
+) -> tuple[PlannedBox, ...]:
+    """Make one box of equal local shards: one rank sends it, the others send digests.
+
+    Rank 0's copy need not travel; among the others the rank with the least to send is taken.
+    """
+    copies: dict[tuple[tuple[int, ...], tuple[int, ...]], list[LocalShard]] = defaultdict(list)
+    for shard in group:
+        if prod(shard.sizes) > 0:
+            copies[shard.offsets, shard.sizes].append(shard)
+    boxes = []
+    for (offsets, sizes), shards in sorted(copies.items()):
+        chosen = min(
+            shards,
+            key=lambda s: (s.holder != 0, sent[s.holder], s.holder, s.source_file, s.source_key),
+        )
+        sent[chosen.holder] += prod(sizes) * nbytes
+        replicas = tuple(
+            (s.holder, s.source_file, s.source_key) for s in shards if s is not chosen
+        )
+        boxes.append(
+            PlannedBox(
+                offsets, sizes, chosen.holder, chosen.source_file, chosen.source_key, replicas
+            )
+        )
+    return tuple(boxes)
+
+
+def check_tiling(fqn: str, shape: tuple[int, ...], boxes: Sequence[PlannedBox]) -> None:
+    """Prove that boxes cover a tensor of `shape` with no hole and no overlap."""
+    for box in boxes:
+        inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
+            0 <= start and start + size <= length
+            for start, size, length in zip(box.offsets, box.sizes, shape, strict=True)
+        )
+        if not inside:
+            raise SourceError(
+                "local-shard-outside",
+                f"tensor `{fqn}`: a local shard lies outside the tensor",
+                where=f"`{box.source_file}`",
+                expected=f"within {list(shape)}",
+                found=f"offsets {list(box.offsets)}, sizes {list(box.sizes)}",
+            )
+    first, second = find_overlap(boxes)
+    if first is not None and second is not None:
+        raise SourceError(
+            "local-shard-overlap",
+            f"tensor `{fqn}`: two local shards overlap",
+            where=f"`{first.source_file}` and `{second.source_file}`",
+            found=f"offsets {list(first.offsets)}, sizes {list(first.sizes)} and "
+            f"offsets {list(second.offsets)}, sizes {list(second.sizes)}",
+            hint="the files are from different runs; save the checkpoint again",
+        )
+    covered = sum(box.numel for box in boxes)
+    if covered != prod(shape):
+        files = make_list({box.source_file for box in boxes})
+        raise SourceError(
+            "local-shard-missing",
+            f"tensor `{fqn}`: {prod(shape) - covered} of {prod(shape)} elements are in no file",
+            where=f"found only in {files}" if files else None,
+            expected=f"{list(shape)}",
+            hint="pass the folder with all rank files, or save the checkpoint again",
+        )
+
+
+def find_overlap(boxes: Sequence[PlannedBox]) -> tuple[PlannedBox | None, PlannedBox | None]:
+    """Return two boxes that overlap, or (None, None).
+
+    Boxes are swept along the first dim; only those that are open at the same time are compared,
+    which for row shards is one pair each.
+    """
+    if boxes and not boxes[0].sizes:
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else (None, None)
+    active: list[PlannedBox] = []
+    for box in sorted(boxes, key=lambda b: b.offsets):
+        active = [a for a in active if a.offsets[0] + a.sizes[0] > box.offsets[0]]
+        for other in active:
+            if all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(
+                    other.offsets, other.sizes, box.offsets, box.sizes, strict=True
+                )
+            ):
+                return other, box
+        active.append(box)
+    return None, None
+
+
+def check_names(
+    expressions: Mapping[str, Expression], *, base: BaseModel, specs: Mapping[str, TensorSpec]
+) -> None:
+    """Check that every expected tensor is made once and every source tensor is used once."""
+    used: dict[str, int] = defaultdict(int)
+    for expression in expressions.values():
+        for fqn in list_inputs(expression):
+            used[fqn] += 1
+    missing = {fqn for fqn in used if fqn not in specs}
+    missing |= {name for name in base.tensors if name not in expressions}
+    unexpected = {fqn for fqn in specs if used[fqn] == 0}
+    unexpected |= {name for name in expressions if name not in base.tensors}
+    if missing or unexpected:
+        facts = []
+        if missing:
+            facts.append(f"{len(missing)} missing: {make_list(missing)}")
+        if unexpected:
+            facts.append(f"{len(unexpected)} unexpected: {make_list(unexpected)}")
+        raise PlanError(
+            "tensor-missing" if missing else "tensor-unexpected",
+            "the checkpoint's tensors are not those of the base model",
+            expected=f"the {len(base.tensors)} tensors of `{base.component}` in the base",
+            found="; ".join(facts),
+            hint="is this the base the run started from, and was the whole model saved?",
+        )
+    twice = {fqn for fqn, count in used.items() if count > 1}
+    if twice:
+        raise PlanError("tensor-used-twice", f"used by two outputs: {make_list(twice)}")
+
+
+def make_output(
+    name: str,
+    expression: Expression,
+    *,
+    specs: Mapping[str, TensorSpec],
+    base: BaseModel,
+    config: ModelMergerConfig,
+) -> OutputTensor:
+    """Check one output tensor against the base's header and add the cast its dtype asks for."""
+    expected = base.tensors[name]
+    spec = make_spec(expression, specs)
+    if spec.shape != expected.shape:
+        raise PlanError(
+            "shape-mismatch",
+            f"tensor `{name}` has another shape than in the base model",
+            expected=str(list(expected.shape)),
+            found=str(list(spec.shape)),
+            hint="checkpoint and base are of different sizes or versions",
+        )
+    floating = spec.dtype in FLOATING_DTYPES
+    if floating != (expected.dtype in FLOATING_DTYPES) or (
+        not floating and spec.dtype != expected.dtype
+    ):
+        raise PlanError(
+            "dtype-mismatch",
+            f"tensor `{name}` is of another kind than in the base model",
+            expected=expected.dtype,
+            found=spec.dtype,
+        )
+    wanted = choose_dtype(name, spec=spec, expected=expected, base=base, choice=config.dtype)
+    if wanted != spec.dtype:
+        expression = Apply(Cast(wanted), (expression,))
+        spec = make_spec(expression, specs)
+    return OutputTensor(name, spec, expression, list_inputs(expression))
+
+
+def choose_dtype(
+    name: str, *, spec: TensorSpec, expected: TensorSpec, base: BaseModel, choice: str
+) -> str:
+    """Dtype of one output tensor under `--dtype`; only floating tensors are ever cast."""
+    if spec.dtype not in FLOATING_DTYPES or choice == "preserve":
+        return spec.dtype
+    if choice == "base":
+        return expected.dtype
+    island = any(part in base.keep_in_fp32 for part in name.split("."))
+    return "float32" if island else choice
+
+
+def split_output(
+    outputs: Sequence[OutputTensor], *, directory: str, stem: str, max_nbytes: int
+) -> tuple[OutputShard, ...]:
+    """Fill output shards in name order, none above `max_nbytes` unless one tensor alone is.
+
+    Within a file wide dtypes come first, so that every tensor lies aligned to its element size.
+    """
+    groups: list[list[OutputTensor]] = [[]]
+    filled = 0
+    for output in outputs:
+        if groups[-1] and filled + output.spec.nbytes > max_nbytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(output)
+        filled += output.spec.nbytes
+    prefix = "" if directory == "." else f"{directory}/"
+    count = len(groups)
+    shards = []
+    for number, group in enumerate(groups, start=1):
+        suffix = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
+        ordered = sorted(group, key=lambda o: (-item_nbytes(o.spec.dtype), o.name))
+        path = f"{prefix}{stem}{suffix}.safetensors"
+        shards.append(OutputShard(path, {"format": "pt"}, tuple(ordered)))
+    return tuple(shards)
+
+
+def make_buckets(
+    shards: Sequence[OutputShard], *, specs: Mapping[str, TensorSpec], max_nbytes: int
+) -> tuple[Bucket, ...]:
+    """Cut every output shard into runs of tensors whose sources fit into one buffer."""
+    buckets: list[Bucket] = []
+    for number, shard in enumerate(shards):
+        group: list[OutputTensor] = []
+        filled = 0
+        for output in shard.tensors:
+            nbytes = sum(specs[fqn].nbytes for fqn in output.inputs)
+            if group and filled + nbytes > max_nbytes:
+                buckets.append(make_bucket(number, len(buckets), group))
+                group, filled = [], 0
+            group.append(output)
+            filled += nbytes
+        buckets.append(make_bucket(number, len(buckets), group))
+    return tuple(buckets)
+
+
+def make_bucket(output_shard: int, index: int, group: Sequence[OutputTensor]) -> Bucket:
+    """Make one bucket."""
+    inputs = tuple(fqn for output in group for fqn in output.inputs)
+    return Bucket(output_shard, index, tuple(group), inputs)

@@ -1,0 +1,95 @@
+"""`ModelMergerConfig`: every option of a run, checked once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import RequestError
+
+OUTPUT_FORMATS = ("pipeline", "transformer")
+DTYPE_CHOICES = ("preserve", "base", "float32", "float16", "bfloat16")
+COMPONENTS = ("transformer", "transformer_2")
+COMM_BACKENDS = ("auto", "gloo", "nccl")
+BACKENDS = ("auto", "fsdp")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_size(text: str | int, *, option: str) -> int:
+    """Parse a size such as `2GiB`, `5GB` or a number of bytes.
+
+    Raises:
+        RequestError: `text` is no size, or not positive.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    size = int(float(match.group(1)) * unit) if match and unit else 0
+    if size <= 0:
+        raise RequestError(
+            "bad-option",
+            f"`{option}` is not a size: {text!r}",
+            hint="give bytes, or a number with a unit, for example 2GiB or 5GB",
+        )
+    return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelMergerConfig:
+    """Options of one merge; names are those of the command line with underscores.
+
+    Sizes are in bytes (or text such as "2GiB"), `timeout` in seconds.
+
+    Raises:
+        RequestError: An option has a value that is not allowed, or one that is needed is missing.
+    """
+
+    operation: str = "merge"
+    backend: str = "auto"
+    local_dir: str | Path
+    target_dir: str | Path | None = None
+    base_model: str | Path | None = None
+    hf_model_config_path: str | Path | None = None
+    output_format: str = "pipeline"
+    component: str = "transformer"
+    dtype: str = "preserve"
+    max_shard_size: int | str = 2 * 2**30
+    trust_checkpoint: bool = False
+    trust_remote_code: bool = False
+    compare_base: bool = True
+    comm_backend: str = "auto"
+    buffer_size: int | str = 256 * 2**20
+    timeout: float = 1800.0
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("operation", ("merge", "inspect")),
+            ("backend", BACKENDS),
+            ("output_format", OUTPUT_FORMATS),
+            ("component", COMPONENTS),
+            ("dtype", DTYPE_CHOICES),
+            ("comm_backend", COMM_BACKENDS),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                raise RequestError(
+                    "bad-option", f"`{name}` is {value!r}", expected=", ".join(choices)
+                )
+        for name in ("local_dir", "target_dir", "base_model", "hf_model_config_path"):
+            value = getattr(self, name)
+            if value is not None:
+                if not str(value) or "\0" in str(value):
+                    raise RequestError("bad-option", f"`{name}` is {value!r}", expected="a path")
+                object.__setattr__(self, name, Path(value))
+        for name in ("max_shard_size", "buffer_size"):
+            object.__setattr__(self, name, parse_size(getattr(self, name), option=name))
+        if not 0 < float(self.timeout) < 10**9:
+            raise RequestError("bad-option", f"`timeout` is {self.timeout!r}", expected="seconds")
+        if self.operation == "merge":
+            for name in ("target_dir", "base_model"):
+                if getattr(self, name) is None:
+                    raise RequestError(
+                        "missing-option", f"`{name}` is needed for a merge", hint=f"pass --{name}"
+                    )
