@@ -28,7 +28,8 @@ from .errors import MergeError, PeerError, as_merge_error
 
 T = TypeVar("T")
 CHUNK_NBYTES = 2**20
-WAIT_SECONDS = 0.2
+POLL_SECONDS = (0.0002, 0.02)
+LEAVE_SECONDS = 3.0
 BEAT_SECONDS = 0.5
 # A rank whose watcher thread says nothing for this long is gone or stopped.
 SILENCE_SECONDS = 20.0
@@ -88,7 +89,6 @@ class Group:
         self._store = store
         self._cause: MergeError | None = None
         self._cause_lock = threading.Lock()
-        self._keys: list[str] = []
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._last_contact = time.monotonic()
@@ -148,8 +148,7 @@ class Group:
         if self._op(lambda: self._store.add(key, 1)) == self.size:
             self._set(f"{key}/done", b"1")
         self._wait(f"{key}/done")
-        self._keys += [key, f"{key}/done"]
-        self._adopt_cause()
+        self._op(self._adopt_cause)
         self.check()
 
     def exchange(self, step: str, payload: bytes) -> list[bytes]:
@@ -168,9 +167,7 @@ class Group:
         chunks = [packed[i : i + CHUNK_NBYTES] for i in range(0, len(packed), CHUNK_NBYTES)]
         for index, chunk in enumerate(chunks):
             self._set(f"data/{name}/{index}", chunk)
-            self._keys.append(f"data/{name}/{index}")
         self._set(f"data/{name}", str(len(chunks)).encode())
-        self._keys.append(f"data/{name}")
 
     def get(self, name: str) -> bytes:
         """Wait for the bytes another rank published under `name`."""
@@ -200,15 +197,29 @@ class Group:
         return self._cause
 
     def close(self) -> None:
-        """Stop watching, tell the others that this rank left on purpose, remove own keys."""
+        """Stop watching and tell the others that this rank left on purpose.
+
+        Rank 0 may hold the store, so it leaves last, unless the others are gone.
+        """
         self._closing.set()
         if self._watcher is None:
             return
         self._watcher.join(2.0)
         try:
             self._store.set(f"beat/{self.rank}", json.dumps({"left": True}))
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while self.rank == 0 and time.monotonic() < deadline and not self._all_left():
+                time.sleep(0.01)
         except RuntimeError:
-            pass
+            pass  # the store is gone with the rank or launcher that held it
+
+    def _all_left(self) -> bool:
+        """Whether every other rank left, or is the one that died."""
+        dead = self._cause.rank if isinstance(self._cause, PeerError) else None
+        return all(
+            rank == dead or b"left" in self._store.get(f"beat/{rank}")
+            for rank in range(1, self.size)
+        )
 
     def _fail(self, error: MergeError) -> None:
         with self._cause_lock:
@@ -221,6 +232,7 @@ class Group:
         try:
             return operation()
         except RuntimeError as error:
+            self.stopped.wait(2 * BEAT_SECONDS)  # the watcher knows better who is gone
             self.check()
             raise PeerError(
                 "peer-lost",
@@ -232,18 +244,15 @@ class Group:
         self._op(lambda: self._store.set(key, value))
 
     def _wait(self, key: str) -> None:
-        """Wait for `key`, in short intervals, as long as no rank failed."""
+        """Wait for `key` as long as no rank failed."""
+        # Polled, not waited for in the store: a blocked store client would serve no one else.
         self.waiting = True
+        pause, longest = POLL_SECONDS
         try:
-            while True:
+            while not self._op(lambda: self._store.check([key])):
+                self.stopped.wait(pause)
                 self.check()
-                try:
-                    self._store.wait([key], timedelta(seconds=WAIT_SECONDS))
-                    return
-                except dist.DistStoreError:
-                    continue  # not there yet
-                except RuntimeError:
-                    self._op(lambda: self._store.check([key]))
+                pause = min(pause * 1.5, longest)
         finally:
             self.waiting = False
 
@@ -273,13 +282,7 @@ class Group:
                 self._last_contact = time.monotonic()
             except RuntimeError:
                 if not self._closing.is_set():
-                    self._fail(
-                        PeerError(
-                            "peer-lost",
-                            "the store through which the ranks talk is gone: its process ended",
-                            rank=self.rank,
-                        )
-                    )
+                    self._fail(peers.explain_lost_store())
                 return
             self._closing.wait(BEAT_SECONDS)
 
@@ -295,6 +298,7 @@ class _Peers:
         self.others = [other for other in range(size) if other != rank]
         self.identity = identity
         self.timeout = timeout
+        self.beats: dict[int, dict[str, Any]] = {}
         self.seen: dict[int, tuple[Any, float]] = {}
         self.moved: dict[int, tuple[int, float]] = {}
         self.started = time.monotonic()
@@ -320,15 +324,34 @@ class _Peers:
                 return error
         return None
 
-    def _check_one(self, rank: int, beat: dict[str, Any], now: float) -> MergeError | None:
+    def explain_lost_store(self) -> MergeError:
+        """Name the dead rank that held the store, where it can be seen from here."""
+        time.sleep(BEAT_SECONDS)  # a dying process is not gone at once
+        dead = [rank for rank, beat in self.beats.items() if self._is_dead(beat)]
+        if dead:
+            return self._make_death(dead[0])
+        return PeerError(
+            "peer-lost",
+            "the store through which the ranks talk is gone: its process ended",
+            hint="see the launcher's summary for the rank that failed first",
+        )
+
+    def _is_dead(self, beat: dict[str, Any]) -> bool:
         same_host = beat["host"] == self.identity["host"] and beat["start"] is not None
-        if same_host and process_start(beat["pid"]) != beat["start"]:
-            return PeerError(
-                "peer-died",
-                f"rank {rank} ended without a word: it was killed or crashed",
-                rank=rank,
-                hint="look for an out-of-memory kill, then run again; nothing was published",
-            )
+        return same_host and process_start(beat["pid"]) != beat["start"]
+
+    def _make_death(self, rank: int) -> MergeError:
+        return PeerError(
+            "peer-died",
+            f"rank {rank} ended without a word: it was killed or crashed",
+            rank=rank,
+            hint="look for an out-of-memory kill, then run again; nothing was published",
+        )
+
+    def _check_one(self, rank: int, beat: dict[str, Any], now: float) -> MergeError | None:
+        self.beats[rank] = beat
+        if self._is_dead(beat):
+            return self._make_death(rank)
         if self.seen.get(rank, (None, now))[0] != beat["beat"]:
             self.seen[rank] = (beat["beat"], now)
         if now - self.seen[rank][1] > SILENCE_SECONDS:

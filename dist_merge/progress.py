@@ -1,4 +1,4 @@
-"""Progress and log lines of one phase, on rank 0's stderr: a bar on a terminal, else plain lines."""
+"""Progress and log lines of one phase: a bar on a terminal, else plain lines, on stderr."""
 
 from __future__ import annotations
 
