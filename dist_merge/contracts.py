@@ -21,21 +21,50 @@ class PipelineSpec:
     """Components one pipeline class declares: name -> accepted class names.
 
     `optional` components may be absent or `[null, null]`. `options` are plain values of
-    `model_index.json`: name -> accepted Python types.
+    `model_index.json`: name -> accepted Python types. Class names may hold `*`. `libraries` are
+    library names accepted in the index beside `diffusers` and `transformers`.
     """
 
     components: Mapping[str, tuple[str, ...]]
     optional: frozenset[str] = frozenset()
     options: Mapping[str, tuple[type, ...]] = field(default_factory=dict)
+    libraries: frozenset[str] = frozenset()
 
 
 class Architecture(Protocol):
-    """One family: a transformer class, its pipelines, and how its output tensors are made."""
+    """One family: a transformer class, its pipelines, and how its output tensors are made.
 
-    name: str
-    transformer_class: str
-    module: str
-    pipelines: Mapping[str, PipelineSpec]
+    `module` is where the class is imported from; empty where there is no such class, then
+    `keep_in_fp32` counts. `weights_stems` are the names its weight files may have.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short name of the family."""
+
+    @property
+    def transformer_class(self) -> str:
+        """`_class_name` in the component's config."""
+
+    @property
+    def module(self) -> str:
+        """Module of the class."""
+
+    @property
+    def pipelines(self) -> Mapping[str, PipelineSpec]:
+        """Pipeline class -> its components."""
+
+    @property
+    def keep_in_fp32(self) -> tuple[str, ...]:
+        """Name components that stay fp32, used where the class cannot be imported."""
+
+    @property
+    def weights_stems(self) -> tuple[str, ...]:
+        """File stems of the component's weights."""
+
+    @property
+    def output_formats(self) -> tuple[str, ...]:
+        """Output formats that make sense for this family."""
 
     def check_base(self, base: BaseModel) -> None:
         """Raise BaseModelError where configuration values of the base contradict each other."""

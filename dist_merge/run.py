@@ -25,7 +25,7 @@ from .manifest import MANIFEST_NAME, make_manifest, producer_versions
 from .package import PackagedFiles, package_base_files, write_index
 from .plan import make_digest, make_plan
 from .progress import Progress, log
-from .publish import Staging, check_target
+from .publish import Staging, check_target, clear_dead_stagings
 from .records import BaseModel, Bucket, MergePlan, MergeResult
 from .request import ModelMergerConfig
 from .transports import open_transport
@@ -78,6 +78,7 @@ class MergeRun:
     staging: Staging | None = None
     sources: OpenSources | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def talks(self) -> bool:
@@ -110,7 +111,7 @@ class MergeRun:
             self.clean_up()
 
     def _execute(self) -> MergeResult:
-        self.on_rank_0("check-target", lambda: self.check_target(0))
+        self.on_rank_0("check-target", self.check_new_target)
         with self.timed("inspect"):
             sources, base = self.inspect()
         with self.timed("plan"):
@@ -145,6 +146,11 @@ class MergeRun:
         """The target folder."""
         assert self.config.target_dir is not None
         return Path(self.config.target_dir)
+
+    def check_new_target(self) -> None:
+        """Clear what killed runs left of this target, then check it."""
+        self.notes += clear_dead_stagings(self.target)
+        self.check_target(0)
 
     def check_target(self, needed_nbytes: int) -> None:
         """Refuse a target that exists, overlaps an input, or does not fit the disk."""
@@ -219,9 +225,9 @@ class MergeRun:
             f"{self.group.size} rank(s)",
             enabled=self.talks,
         )
-        notes = [*plan.notes, *(self.sources.inventory.notes if self.sources else ())]
-        if self.staging is not None:
-            notes += self.staging.notes
+        notes = [*self.notes, *plan.notes]
+        if self.sources is not None:
+            notes += self.sources.inventory.notes
         if plan.dtype_changes:
             name, (old, new) = next(iter(plan.dtype_changes.items()))
             notes.append(

@@ -1,0 +1,200 @@
+"""Staging folder and publishing: the target appears complete, or not at all.
+
+The staging folder lies next to the target and holds an owner note and the artifact. Publishing
+renames the artifact onto the target without replacing anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import glob
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import TargetError
+from .files import encode_json, fsync_dir, write_new_file
+from .group import process_identity, process_start
+
+OWNER_NAME = "owner.json"
+AT_FDCWD = -100
+RENAME_NOREPLACE = 1
+# What file systems and kernels answer that cannot rename without replacing.
+NO_NOREPLACE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+
+
+def check_target(target: Path, *, inputs: Sequence[Path], needed_nbytes: int) -> None:
+    """Refuse a target that exists, overlaps an input, or cannot hold the output.
+
+    Raises:
+        TargetError: With what is in the way.
+    """
+    if os.path.lexists(target):
+        raise make_exists_error(target)
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise TargetError(
+            "target-parent-missing",
+            "the folder that should hold the target does not exist",
+            where=f"`{parent}`",
+            hint="create it first",
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise TargetError(
+            "target-not-writable", "the target's parent is not writable", where=f"`{parent}`"
+        )
+    resolved = parent.resolve() / target.name
+    for path in inputs:
+        other = path.resolve()
+        if resolved == other or other in resolved.parents or resolved in other.parents:
+            raise TargetError(
+                "paths-overlap",
+                "the target lies inside an input, or an input inside the target",
+                where=f"`{target}` and `{path}`",
+                hint="choose a target outside of the checkpoint and the base model",
+            )
+    available = free_nbytes(parent)
+    if available < needed_nbytes:
+        raise TargetError(
+            "disk-full",
+            "there is too little disk space for the output",
+            where=f"`{parent}`",
+            expected=f"{needed_nbytes} bytes",
+            found=f"{available} bytes free",
+            hint="free some space, or choose another disk",
+        )
+
+
+def free_nbytes(folder: Path) -> int:
+    """Bytes an ordinary user may still write to the folder's file system."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def make_exists_error(target: Path) -> TargetError:
+    """The error for a target that is already there."""
+    return TargetError(
+        "target-exists",
+        "the target already exists; existing files are never changed",
+        where=f"`{target}`",
+        hint="choose another --target_dir, or remove that one yourself",
+    )
+
+
+class Staging:
+    """An unpublished output folder; `artifact_dir` is what will become the target."""
+
+    def __init__(self, target: Path, wrapper: Path, owner: dict[str, Any]) -> None:
+        self.target = target
+        self.wrapper = wrapper
+        self.artifact_dir = wrapper / "artifact"
+        self._owner = owner
+
+    @classmethod
+    def create(cls, target: Path) -> Staging:
+        """Make a staging folder next to the target.
+
+        Raises:
+            TargetError: The file system refused.
+        """
+        target = target.absolute()
+        wrapper = target.parent / f"{_prefix(target)}{secrets.token_hex(6)}"
+        owner = {**process_identity(), "claimed_target_inode": None}
+        os.mkdir(wrapper)
+        staging = cls(target, wrapper, owner)
+        write_new_file(wrapper / OWNER_NAME, encode_json(owner))
+        os.mkdir(staging.artifact_dir)
+        return staging
+
+    def publish(self) -> None:
+        """Flush all folders, then rename the artifact onto the target without replacing.
+
+        Raises:
+            TargetError: Something appeared at the target meanwhile; it is left as it is.
+        """
+        for folder, _, _ in os.walk(self.artifact_dir, topdown=False):
+            fsync_dir(Path(folder))
+        code = rename_noreplace(self.artifact_dir, self.target)
+        if code in NO_NOREPLACE:
+            self._publish_onto_claim()
+        elif code == errno.EEXIST:
+            raise make_exists_error(self.target)
+        elif code:
+            raise OSError(code, os.strerror(code), str(self.target))
+        fsync_dir(self.target.parent)
+        self.discard()
+
+    def _publish_onto_claim(self) -> None:
+        """Claim the name with an empty folder of our own, then rename onto that."""
+        try:
+            os.mkdir(self.target)
+        except FileExistsError:
+            raise make_exists_error(self.target) from None
+        owner = {**self._owner, "claimed_target_inode": self.target.stat().st_ino}
+        note = self.wrapper / OWNER_NAME
+        try:
+            note.unlink()
+            write_new_file(note, encode_json(owner))
+            os.rename(self.artifact_dir, self.target)
+        except OSError as error:
+            if self.artifact_dir.exists():
+                os.rmdir(self.target)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise make_exists_error(self.target) from error
+            raise
+
+    def discard(self) -> None:
+        """Remove the staging folder; idempotent, never raises."""
+        for _ in range(3):  # a thread that is being stopped may still create a file
+            shutil.rmtree(self.wrapper, ignore_errors=True)
+            if not self.wrapper.exists():
+                return
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.dist_merge-"
+
+
+def clear_dead_stagings(target: Path) -> list[str]:
+    """Remove staging folders of this target whose process is gone; name those of other hosts."""
+    target = target.absolute()
+    notes: list[str] = []
+    here = process_identity()
+    for wrapper in sorted(target.parent.glob(f"{glob.escape(_prefix(target))}*")):
+        if wrapper.is_symlink() or not wrapper.is_dir():
+            continue
+        try:
+            owner = json.loads((wrapper / OWNER_NAME).read_text(encoding="utf-8"))
+            same = owner["host"] == here["host"] and owner["start"] is not None
+            is_alive = same and process_start(owner["pid"]) == owner["start"]
+        except (OSError, ValueError, KeyError, TypeError):
+            same, is_alive, owner = False, False, {}
+        if is_alive:
+            continue
+        if not same:
+            notes.append(f"a staging folder of another run is here; if it is dead: rm -r {wrapper}")
+            continue
+        claimed = owner.get("claimed_target_inode")
+        if claimed is not None and target.is_dir() and target.stat().st_ino == claimed:
+            if not any(target.iterdir()):
+                target.rmdir()
+        shutil.rmtree(wrapper, ignore_errors=True)
+        notes.append(f"removed the staging folder of a killed run: {wrapper.name}")
+    return notes
+
+
+def rename_noreplace(source: Path, target: Path) -> int:
+    """`renameat2(RENAME_NOREPLACE)`; returns 0 or the error number."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return errno.ENOSYS
+    done = call(
+        AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), RENAME_NOREPLACE
+    )
+    return 0 if done == 0 else ctypes.get_errno()
