@@ -42,9 +42,7 @@ def add_merge_options(parser: argparse.ArgumentParser, *, is_merge: bool) -> Non
     source = parser.add_argument_group("checkpoint")
     add_option(source, "backend", choices=BACKENDS, default="auto", help="kind of checkpoint")
     add_option(source, "local_dir", required=True, help="folder with the sharded checkpoint")
-    add_option(
-        source, "hf_model_config_path", help="actor's config folder (LOCAL_DIR/huggingface)"
-    )
+    add_option(source, "hf_model_config_path", help="actor's config folder (LOCAL_DIR/huggingface)")
     add_option(
         source,
         "trust_checkpoint",
@@ -54,9 +52,7 @@ def add_merge_options(parser: argparse.ArgumentParser, *, is_merge: bool) -> Non
     base = parser.add_argument_group("base model")
     add_option(base, "base_model", required=is_merge, help="base pipeline or lone transformer")
     add_option(base, "component", choices=COMPONENTS, default="transformer")
-    add_option(
-        base, "trust_remote_code", action="store_true", help="copy Python files of the base"
-    )
+    add_option(base, "trust_remote_code", action="store_true", help="copy Python files of the base")
     parser.add_argument_group("base model")
     base.add_argument(
         "--compare-base",

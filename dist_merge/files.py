@@ -16,6 +16,8 @@ from .errors import ArtifactError, MergeError, VerificationError
 
 PIECE_NBYTES = 2**18
 MAX_JSON_NBYTES = 64 * 2**20
+# Config fields that only tell from where a model was loaded.
+LOCATION_FIELDS = ("_name_or_path", "name_or_path")
 LEFT_OUT_DIRS = frozenset({".git", ".cache"})
 
 
@@ -98,6 +100,12 @@ def is_safe_path(text: str) -> bool:
         and text.isprintable()
         and all(len(part.encode()) < 256 for part in parts)
     )
+
+
+def is_config(name: str) -> bool:
+    """Tell whether a file of a model folder is a config that may hold a location field."""
+    base = name.rpartition("/")[2]
+    return base == "model_index.json" or (base.endswith("config.json"))
 
 
 def walk_files(root: Path, *, allow_links: bool = True) -> list[str]:

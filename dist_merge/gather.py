@@ -223,8 +223,10 @@ def receive_large(
         # One window of every sender at a time keeps all of them busy in bounded memory.
         for sender in sorted(queues):
             target = queues[sender].pop(0)
-            message = target if target.is_contiguous() else torch.empty_like(
-                target, memory_format=torch.contiguous_format
+            message = (
+                target
+                if target.is_contiguous()
+                else torch.empty_like(target, memory_format=torch.contiguous_format)
             )
             incoming.append((sender, as_bytes(message)))
             laid.append((target, message))

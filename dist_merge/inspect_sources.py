@@ -48,8 +48,7 @@ def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
     reader = group.prepare("open-sources", lambda: source.open(local_dir, own))
     shards = group.prepare("describe-sources", lambda: reader.describe(group.rank))
     described = [
-        decode_shards(p)
-        for p in group.exchange("shards", encode_shards(shards, reader.notes()))
+        decode_shards(p) for p in group.exchange("shards", encode_shards(shards, reader.notes()))
     ]
     actor_config, sha256 = read_shared_config(config, group=group)
     files = {file.path: file for listing in listings for file in listing}

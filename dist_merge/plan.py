@@ -149,9 +149,7 @@ def choose_senders(
             key=lambda s: (s.holder != 0, sent[s.holder], s.holder, s.source_file, s.source_key),
         )
         sent[chosen.holder] += prod(sizes) * nbytes
-        replicas = tuple(
-            (s.holder, s.source_file, s.source_key) for s in shards if s is not chosen
-        )
+        replicas = tuple((s.holder, s.source_file, s.source_key) for s in shards if s is not chosen)
         boxes.append(
             PlannedBox(
                 offsets, sizes, chosen.holder, chosen.source_file, chosen.source_key, replicas

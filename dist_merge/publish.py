@@ -194,7 +194,5 @@ def rename_noreplace(source: Path, target: Path) -> int:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return errno.ENOSYS
-    done = call(
-        AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), RENAME_NOREPLACE
-    )
+    done = call(AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), RENAME_NOREPLACE)
     return 0 if done == 0 else ctypes.get_errno()

@@ -408,9 +408,7 @@ class ShardMerger:
         held = group.prepare(
             name, lambda: prepare_bucket(self.plan, bucket, reader=sources.reader, group=group)
         )
-        gathered = gather_bucket(
-            self.plan, bucket, held=held, transport=transport, group=group
-        )
+        gathered = gather_bucket(self.plan, bucket, held=held, transport=transport, group=group)
         if gathered is None:
             return
         self.source_digests.update(gathered.digests)

@@ -90,9 +90,7 @@ def check_layout(path: Path, tensors: Mapping[str, HeaderEntry], *, payload_nbyt
         raise make_error(path, f"tensors end at {position}, the file at {payload_nbytes}")
 
 
-def encode_header(
-    entries: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, str]
-) -> bytes:
+def encode_header(entries: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, str]) -> bytes:
     """Return length and JSON for tensors laid in the given order, padded to 8 bytes.
 
     Raises:
@@ -128,9 +126,13 @@ def make_error(path: Path, found: str) -> ArtifactError:
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_DIMS and all(
-        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**62
-        for item in value
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMS
+        and all(
+            isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**62
+            for item in value
+        )
     )
 
 

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ArtifactError, make_list
-from .files import read_json, sha256_file, walk_files
+from .files import LOCATION_FIELDS, is_config, read_json, sha256_file, walk_files
 from .manifest import MANIFEST_NAME, Manifest, parse_manifest
 from .records import TensorSpec
 from .safetensors_header import read_header
-
-LOCATION_FIELDS = ("_name_or_path", "name_or_path")
 
 
 def validate_artifact(path: str | Path) -> dict[str, Any]:
@@ -39,9 +37,7 @@ def validate_artifact(path: str | Path) -> dict[str, Any]:
     return check_folder(folder)
 
 
-def check_folder(
-    folder: Path, *, known_sha256: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def check_folder(folder: Path, *, known_sha256: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Check a folder against the manifest in it.
 
     Args:
@@ -151,7 +147,7 @@ def check_configs(folder: Path, manifest: Manifest) -> None:
                 found=str(found),
             )
     for name in manifest.files:
-        if name.endswith("config.json") or name == "model_index.json":
+        if is_config(name):
             data = read_json(folder / name)
             leaked = [key for key in LOCATION_FIELDS if isinstance(data, dict) and key in data]
             if leaked:

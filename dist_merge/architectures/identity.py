@@ -1,46 +1,29 @@
-"""The common case: the checkpoint's names are the base's names, nothing is rearranged."""
+"""Families whose published tensors have the names and shapes of the trained ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..contracts import PipelineSpec
 from ..operations import Expression, Read
 from ..records import BaseModel, TensorSpec
 
-FLOW_MATCH = ("*Scheduler",)
-QWEN_TOKENIZER = ("Qwen2Tokenizer", "AutoTokenizer")
-CLIP_TOKENIZER = ("CLIPTokenizer",)
-T5_TOKENIZER = ("T5Tokenizer", "AutoTokenizer")
 
-
-def accept_base(base: BaseModel) -> None:
-    """Accept any configuration: the model class and the headers are checked elsewhere."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class IdentityArchitecture:
-    """A family whose checkpoint and output have the same tensors under the same names."""
+    """One transformer class and its pipelines; see `contracts.Architecture`."""
 
     name: str
     transformer_class: str
-    module: str
     pipelines: Mapping[str, PipelineSpec]
-    keep_in_fp32: tuple[str, ...] = ()
-    weights_stems: tuple[str, ...] = ("diffusion_pytorch_model",)
-    output_formats: tuple[str, ...] = ("pipeline", "transformer")
-    check: Callable[[BaseModel], None] = accept_base
+    module: str = "diffusers"
 
     def check_base(self, base: BaseModel) -> None:
-        """Raise BaseModelError where configuration values of the base contradict each other."""
-        self.check(base)
+        """Nothing to check beyond names, shapes and configs."""
 
     def make_expressions(
         self, base: BaseModel, sources: Mapping[str, TensorSpec]
     ) -> Mapping[str, Expression]:
-        """Map every tensor of the base to itself.
-
-        The plan compares both sides and names what is missing or unexpected.
-        """
-        return {name: Read(name) for name in base.tensors}
+        """Every tensor under its own name."""
+        return {name: Read(name) for name in sources}

@@ -1,33 +1,32 @@
-"""Qwen-Image: text to image, editing, layers, image to image, inpainting, ControlNet."""
+"""Qwen-Image, Qwen-Image-Edit, Edit-Plus, Layered and the other pipelines of its transformer."""
 
 from __future__ import annotations
 
 from ..contracts import PipelineSpec
-from .identity import FLOW_MATCH, QWEN_TOKENIZER, IdentityArchitecture
+from .identity import IdentityArchitecture
 
-_BASIC = {
-    "scheduler": FLOW_MATCH,
+COMPONENTS = {
+    "scheduler": ("FlowMatchEulerDiscreteScheduler",),
     "vae": ("AutoencoderKLQwenImage",),
     "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
-    "tokenizer": QWEN_TOKENIZER,
+    "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
     "transformer": ("QwenImageTransformer2DModel",),
 }
-_EDIT = {**_BASIC, "processor": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "AutoProcessor")}
-_CONTROL = {**_BASIC, "controlnet": ("QwenImageControlNetModel", "QwenImageMultiControlNetModel")}
+PROCESSOR = {"processor": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")}
+CONTROLNET = {"controlnet": ("QwenImageControlNetModel", "QwenImageMultiControlNetModel")}
 
 QWEN_IMAGE = IdentityArchitecture(
-    name="qwen_image",
+    name="Qwen-Image",
     transformer_class="QwenImageTransformer2DModel",
-    module="diffusers.models.transformers.transformer_qwenimage",
     pipelines={
-        "QwenImagePipeline": PipelineSpec(_BASIC),
-        "QwenImageImg2ImgPipeline": PipelineSpec(_BASIC),
-        "QwenImageInpaintPipeline": PipelineSpec(_BASIC),
-        "QwenImageEditPipeline": PipelineSpec(_EDIT),
-        "QwenImageEditPlusPipeline": PipelineSpec(_EDIT),
-        "QwenImageEditInpaintPipeline": PipelineSpec(_EDIT),
-        "QwenImageLayeredPipeline": PipelineSpec(_EDIT),
-        "QwenImageControlNetPipeline": PipelineSpec(_CONTROL),
-        "QwenImageControlNetInpaintPipeline": PipelineSpec(_CONTROL),
+        "QwenImagePipeline": PipelineSpec(COMPONENTS),
+        "QwenImageImg2ImgPipeline": PipelineSpec(COMPONENTS),
+        "QwenImageInpaintPipeline": PipelineSpec(COMPONENTS),
+        "QwenImageEditPipeline": PipelineSpec({**COMPONENTS, **PROCESSOR}),
+        "QwenImageEditPlusPipeline": PipelineSpec({**COMPONENTS, **PROCESSOR}),
+        "QwenImageEditInpaintPipeline": PipelineSpec({**COMPONENTS, **PROCESSOR}),
+        "QwenImageLayeredPipeline": PipelineSpec({**COMPONENTS, **PROCESSOR}),
+        "QwenImageControlNetPipeline": PipelineSpec({**COMPONENTS, **CONTROLNET}),
+        "QwenImageControlNetInpaintPipeline": PipelineSpec({**COMPONENTS, **CONTROLNET}),
     },
 )

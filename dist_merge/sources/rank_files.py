@@ -174,9 +174,7 @@ def describe_value(fqn: str, key: str, value: Any, *, file: str, holder: int) ->
     return LocalShard(fqn, shape, dtype, offsets, sizes, holder, file, key, is_plain)
 
 
-def locate_piece(
-    fqn: str, value: Any, *, file: str
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def locate_piece(fqn: str, value: Any, *, file: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes of a DTensor's piece; nothing here may talk to a process group."""
     spec = value._spec
     mesh = spec.mesh.__dict__

@@ -8,8 +8,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import SourceError
 
 # Modules of older torch releases whose classes live elsewhere now (files written by torch 2.4).

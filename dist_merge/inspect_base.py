@@ -1,0 +1,316 @@
+"""Describe the base model: configs, headers, class facts, and what becomes of every file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from .architectures import find_architecture, find_by_pipeline
+from .base_weights import ComponentWeights, is_weight_like, join, read_component_weights
+from .contracts import Architecture
+from .errors import BaseModelError, make_list
+from .files import read_json, walk_files
+from .model_class import ClassFacts, read_class_facts
+from .pipeline_checks import MODEL_INDEX, check_components, split_index
+from .records import BaseModel, SourceFile
+
+LOCATION_KEYS = ("_name_or_path", "name_or_path")
+MANIFEST = "merge_manifest.json"
+ADAPTER_DIR = "lora_adapter"
+
+
+@dataclass(frozen=True)
+class SortedFiles:
+    """What becomes of every file of the base; paths relative to it."""
+
+    copied: tuple[str, ...]
+    replaced: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PipelineFacts:
+    """What `model_index.json` says; `components` are those that are present."""
+
+    class_name: str
+    index: Mapping[str, Any]
+    components: frozenset[str]
+
+
+def read_base(
+    base_dir: Path, *, component: str, output_format: str, trust_remote_code: bool
+) -> BaseModel:
+    """Read and check a base pipeline, or a lone transformer. Headers only, no tensor bytes.
+
+    Raises:
+        BaseModelError: The base is incomplete, contradicts itself, or is not supported.
+        ArtifactError: The folder holds links to folders or damaged files.
+
+    Ranks: rank 0 only.
+    """
+    paths = walk_base(base_dir)
+    is_pipeline = MODEL_INDEX in paths
+    folder = component if is_pipeline else "."
+    config = read_component_config(base_dir, folder=folder, paths=paths)
+    architecture = find_architecture(config["_class_name"])
+    check_output_format(architecture, is_pipeline=is_pipeline, output_format=output_format)
+    pipeline = None
+    if is_pipeline:
+        pipeline = read_pipeline(
+            base_dir,
+            architecture=architecture,
+            component=component,
+            paths=paths,
+            is_copied=output_format == "pipeline",
+        )
+    weights = read_component_weights(
+        base_dir, folder=folder, paths=paths, stems=architecture.weights_stems
+    )
+    facts = read_class_facts(architecture, config)
+    weights = check_weights(weights, facts, architecture)
+    files = sort_files(
+        paths,
+        folder=folder,
+        components=pipeline.components if pipeline and output_format == "pipeline" else None,
+    )
+    check_remote_code(files.copied, trust_remote_code=trust_remote_code)
+    missing = f"class {architecture.transformer_class} cannot be imported here"
+    return BaseModel(
+        is_pipeline=is_pipeline,
+        pipeline_class=pipeline.class_name if pipeline else None,
+        transformer_class=architecture.transformer_class,
+        component=component,
+        component_dir=folder,
+        config=config,
+        config_defaults=facts.defaults if facts else None,
+        tensors={name: weights.tensors[name] for name in sorted(weights.tensors)},
+        tensor_files={name: weights.files[name] for name in sorted(weights.tensors)},
+        keep_in_fp32=facts.keep_in_fp32 if facts else architecture.keep_in_fp32,
+        files=describe_files(base_dir, files.copied),
+        replaced=describe_files(base_dir, files.replaced),
+        left_out=files.left_out,
+        edited_configs=find_edited_configs(base_dir, files.copied),
+        model_class_check="passed" if facts else f"not_run: {missing}",
+        extra={
+            "weights_stem": weights.stem,
+            "model_index": dict(pipeline.index) if pipeline else None,
+            "unused_config_fields": list(facts.unused_fields) if facts else [],
+        },
+    )
+
+
+def walk_base(base_dir: Path) -> list[str]:
+    """List the files of the base."""
+    if base_dir.is_dir():
+        paths = walk_files(base_dir)
+        if MODEL_INDEX in paths or "config.json" in paths:
+            return paths
+    raise BaseModelError(
+        "base-not-a-model",
+        "the base is neither a Diffusers pipeline nor a lone transformer",
+        where=f"`{base_dir}`",
+        expected=f"a folder with `{MODEL_INDEX}`, or with `config.json`",
+        found="no such files" if base_dir.is_dir() else "no such folder",
+        hint="pass the folder of a downloaded model; a name on a hub is not fetched",
+    )
+
+
+def read_component_config(
+    base_dir: Path, *, folder: str, paths: Sequence[str]
+) -> dict[str, Any]:
+    """Read the trained component's config, which must name its class and not be quantised."""
+    path = join(folder, "config.json")
+    if path not in paths:
+        raise BaseModelError(
+            "component-missing",
+            f"the base has no component `{folder}`",
+            where=f"`{path}`",
+            hint="choose another --component, or download the whole base model",
+        )
+    config = read_json(base_dir / path, kind=BaseModelError)
+    if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
+        raise BaseModelError(
+            "base-not-a-model",
+            "the component's config names no class",
+            where=f"`{path}`",
+            expected="`_class_name`, as Diffusers writes it",
+            hint="pass a Diffusers pipeline or transformer",
+        )
+    if config.get("quantization_config") is not None:
+        raise BaseModelError(
+            "base-quantised",
+            "the trained component of the base is quantised",
+            where=f"`{path}`",
+            found="`quantization_config`",
+            hint="use the base in its original precision",
+        )
+    return config
+
+
+def check_output_format(
+    architecture: Architecture, *, is_pipeline: bool, output_format: str
+) -> None:
+    """Check that the base can become the wanted kind of output."""
+    if output_format not in architecture.output_formats:
+        raise BaseModelError(
+            "format-unsupported",
+            f"output format `{output_format}` cannot be made from this base "
+            f"(`{architecture.transformer_class}`)",
+            expected=make_list(architecture.output_formats),
+            hint="choose another --output_format, or the other form of the base model",
+        )
+    if output_format == "pipeline" and not is_pipeline:
+        raise BaseModelError(
+            "base-not-a-pipeline",
+            "a pipeline is wanted, but the base is a lone transformer",
+            expected=f"a folder with `{MODEL_INDEX}`",
+            hint="pass the whole pipeline as --base_model, or --output_format transformer",
+        )
+
+
+def read_pipeline(
+    base_dir: Path,
+    *,
+    architecture: Architecture,
+    component: str,
+    paths: Sequence[str],
+    is_copied: bool,
+) -> PipelineFacts:
+    """Read `model_index.json` and check it against the declared pipeline.
+
+    The frozen components are checked only where they will be copied.
+    """
+    index = read_json(base_dir / MODEL_INDEX, kind=BaseModelError)
+    class_name = index.get("_class_name") if isinstance(index, dict) else None
+    if not isinstance(class_name, str):
+        raise BaseModelError(
+            "base-not-a-model", "the index names no pipeline class", where=f"`{MODEL_INDEX}`"
+        )
+    if class_name not in architecture.pipelines:
+        owner = find_by_pipeline(class_name)
+        raise make_class_error(
+            f"pipeline `{class_name}` does not belong to the class of its `{component}`",
+            expected=owner.transformer_class,
+            found=architecture.transformer_class,
+        )
+    spec = architecture.pipelines[class_name]
+    components, _ = split_index(index, spec)
+    if component not in components:
+        raise BaseModelError(
+            "component-missing",
+            f"the pipeline has no component `{component}`",
+            where=f"`{MODEL_INDEX}`",
+            found=make_list(components, limit=20),
+            hint="choose another --component",
+        )
+    if components[component][1] != architecture.transformer_class:
+        raise make_class_error(
+            f"index and config disagree on the class of `{component}`",
+            expected=f"{components[component][1]} as in `{MODEL_INDEX}`",
+            found=f"{architecture.transformer_class} in `{component}/config.json`",
+        )
+    if is_copied:
+        check_components(
+            base_dir, components=components, spec=spec, paths=paths, trained=component
+        )
+    return PipelineFacts(class_name, index, frozenset(components))
+
+
+def make_class_error(what: str, *, expected: str, found: str) -> BaseModelError:
+    """Make the error for two places that name different classes."""
+    return BaseModelError("class-mismatch", what, expected=expected, found=found)
+
+
+def check_weights(
+    weights: ComponentWeights, facts: ClassFacts | None, architecture: Architecture
+) -> ComponentWeights:
+    """Compare the headers with the class; returns the weights without tensors it skips.
+
+    Raises:
+        BaseModelError: Names or shapes differ.
+    """
+    if facts is None:
+        return weights
+    tensors = {n: spec for n, spec in weights.tensors.items() if not facts.is_ignored(n)}
+    problems = []
+    missing, unexpected = set(facts.shapes) - set(tensors), set(tensors) - set(facts.shapes)
+    if missing:
+        problems.append(f"{len(missing)} missing: {make_list(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} unexpected: {make_list(unexpected)}")
+    for name in sorted(set(tensors) & set(facts.shapes)):
+        if tensors[name].shape != facts.shapes[name]:
+            problems.append(
+                f"`{name}` is {list(tensors[name].shape)}, not {list(facts.shapes[name])}"
+            )
+            break
+    if problems:
+        raise BaseModelError(
+            "base-class-mismatch",
+            "the base's weights are not those that its class and config.json make",
+            expected=f"{len(facts.shapes)} tensors of {architecture.transformer_class}",
+            found="; ".join(problems),
+            hint="weights and config.json are from different models or versions",
+        )
+    return ComponentWeights(weights.stem, tensors, weights.files)
+
+
+def sort_files(
+    paths: Sequence[str], *, folder: str, components: frozenset[str] | None
+) -> SortedFiles:
+    """Sort the base's files into copied, replaced and left out.
+
+    `components` are those of the pipeline that is published; None for a lone transformer, which
+    takes only its config and Python files.
+    """
+    copied, replaced, left_out = [], [], []
+    for path in paths:
+        parts = PurePosixPath(path).parts
+        parent = PurePosixPath(path).parent.as_posix()
+        is_inside = parts[0] == folder if folder != "." else len(parts) == 1
+        if is_inside and is_weight_like(path):
+            replaced.append(path)
+        elif components is None:
+            if parent == folder and (parts[-1] == "config.json" or path.endswith(".py")):
+                copied.append(path)
+        elif path == MANIFEST or (parts[0] == ADAPTER_DIR and ADAPTER_DIR not in components):
+            left_out.append(path)
+        elif is_weight_like(path) and (len(parts) == 1 or parts[0] not in components):
+            left_out.append(path)
+        else:
+            copied.append(path)
+    return SortedFiles(tuple(copied), tuple(replaced), tuple(left_out))
+
+
+def check_remote_code(copied: Sequence[str], *, trust_remote_code: bool) -> None:
+    """Refuse Python files without the user's consent; they are copied, never imported."""
+    found = [path for path in copied if PurePosixPath(path).suffix in (".py", ".pyc", ".so")]
+    if found and not trust_remote_code:
+        raise BaseModelError(
+            "remote-code",
+            "the base holds Python files, which would be published with it",
+            found=make_list(found),
+            hint="read them; to copy them, pass --trust-remote-code",
+        )
+
+
+def describe_files(base_dir: Path, paths: Sequence[str]) -> tuple[SourceFile, ...]:
+    """Record what identifies each file unchanged."""
+    stats = ((path, (base_dir / path).stat()) for path in paths)
+    return tuple(SourceFile(p, s.st_size, s.st_mtime_ns, s.st_ino) for p, s in stats)
+
+
+def find_edited_configs(base_dir: Path, copied: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Find JSON configs with fields that only tell where a model lay on somebody's disk."""
+    edited = {}
+    for path in copied:
+        name = PurePosixPath(path).name
+        if name == MODEL_INDEX or fnmatchcase(name, "*config*.json"):
+            data = read_json(base_dir / path, kind=BaseModelError)
+            keys = tuple(k for k in LOCATION_KEYS if isinstance(data, dict) and k in data)
+            if keys:
+                edited[path] = keys
+    return edited
