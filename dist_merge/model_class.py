@@ -1,55 +1,104 @@
-"""Facts that only the model class knows, read without data: defaults, fp32 islands, schema."""
+"""What a model class knows and files do not: defaults, fp32 islands, its own state dict."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .contracts import Architecture
+from .errors import BaseModelError
+
 
 @dataclass(frozen=True)
 class ClassFacts:
-    """What a model class says; `shapes` is None with `why` where it could not be built."""
+    """Facts of one class for one config.
+
+    `defaults` are constructor defaults as JSON-ready data; `shapes` the state dict of an instance
+    built without data; `unused_fields` the config's fields that the constructor does not have;
+    `ignored_tensors` patterns of file tensors that the class skips when it loads.
+    """
 
     defaults: Mapping[str, Any]
     keep_in_fp32: tuple[str, ...]
-    shapes: Mapping[str, tuple[int, ...]] | None
-    why: str = ""
+    shapes: Mapping[str, tuple[int, ...]]
+    unused_fields: tuple[str, ...]
+    ignored_tensors: tuple[str, ...]
+
+    def is_ignored(self, name: str) -> bool:
+        """Tell whether the class skips a tensor of this name that it does not know."""
+        return name not in self.shapes and any(re.search(p, name) for p in self.ignored_tensors)
 
 
-def read_class_facts(module: str, class_name: str, config: Mapping[str, Any]) -> ClassFacts | None:
-    """Import a model class and build it on the meta device from `config`.
+def import_model_class(module: str, class_name: str) -> type | None:
+    """Import one class from its own module; None where it is not installed here.
 
-    Args:
-        module: Module to import the class from.
-        class_name: Name of the class.
-        config: Its config; fields that start with `_` are not passed on.
-
-    Returns:
-        None when the class cannot be imported here.
-
-    Ranks: rank 0 only (the import takes seconds). Memory: no tensor data.
+    Only installed packages are imported, never files of a base model.
     """
-    try:
-        model_class = getattr(importlib.import_module(module), class_name)
-    except (ImportError, AttributeError, RuntimeError):
+    if not module:
         return None
-    parameters = inspect.signature(model_class.__init__).parameters
-    defaults = {
-        name: None if parameter.default is inspect.Parameter.empty else parameter.default
-        for name, parameter in parameters.items()
-        if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    }
-    islands = tuple(getattr(model_class, "_keep_in_fp32_modules", None) or ())
-    arguments = {name: value for name, value in config.items() if name in defaults}
     try:
-        with torch.device("meta"):
-            model = model_class(**arguments)
-    except Exception as error:  # a constructor may fail in any way on the meta device
-        return ClassFacts(defaults, islands, None, f"{type(error).__name__}: {error}"[:200])
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return ClassFacts(defaults, islands, shapes)
+        found = getattr(importlib.import_module(module), class_name, None)
+    except Exception:
+        # Optional packages fail to import in many ways; the manifest says the check did not run.
+        return None
+    return found if isinstance(found, type) else None
+
+
+def read_class_facts(architecture: Architecture, config: Mapping[str, Any]) -> ClassFacts | None:
+    """Build the class from `config` without data and describe it; None where not installed.
+
+    Raises:
+        BaseModelError: The class refuses the config.
+
+    Memory: no tensor data; RNG state and default dtype are left as found.
+    """
+    cls = import_model_class(architecture.module, architecture.transformer_class)
+    if cls is None:
+        return None
+    defaults = read_defaults(cls)
+    fields = {name: value for name, value in config.items() if not name.startswith("_")}
+    # Published configs carry fields that later versions dropped; Diffusers ignores them as well.
+    unused = tuple(sorted(name for name in fields if name not in defaults))
+    arguments = {name: value for name, value in fields.items() if name in defaults}
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = cls(**arguments)
+        state = model.state_dict()
+    except Exception as error:
+        raise BaseModelError(
+            "base-class-unbuildable",
+            f"class `{cls.__name__}` cannot be built from the base's config.json",
+            found=f"{type(error).__name__}: {str(error).strip()[:300]}",
+            hint="does the installed version of the library fit the base model?",
+        ) from error
+    return ClassFacts(
+        defaults=defaults,
+        keep_in_fp32=tuple(getattr(cls, "_keep_in_fp32_modules", None) or ()),
+        shapes={name: tuple(tensor.shape) for name, tensor in state.items()},
+        unused_fields=unused,
+        ignored_tensors=tuple(getattr(cls, "_keys_to_ignore_on_load_unexpected", None) or ()),
+    )
+
+
+def read_defaults(cls: type) -> dict[str, Any]:
+    """Constructor arguments and their defaults, tuples as lists; None where there is none."""
+    parameters = list(inspect.signature(cls).parameters.values())
+    return {
+        p.name: None if p.default is p.empty else _plain(p.default)
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)

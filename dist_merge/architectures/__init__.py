@@ -1,9 +1,9 @@
-"""Families of models; one file each, one line in the table."""
+"""Table of the model families. To add one: a file here, a line below, its tests."""
 
 from __future__ import annotations
 
 from ..contracts import Architecture
-from ..errors import BaseModelError
+from ..errors import BaseModelError, make_list
 from .qwen_image import QWEN_IMAGE
 
 ARCHITECTURES: tuple[Architecture, ...] = (QWEN_IMAGE,)
@@ -13,15 +13,31 @@ def find_architecture(transformer_class: str) -> Architecture:
     """Return the family of a transformer class.
 
     Raises:
-        BaseModelError: It is not registered; the message lists what is.
+        BaseModelError: The class is not registered.
     """
     for architecture in ARCHITECTURES:
         if architecture.transformer_class == transformer_class:
             return architecture
-    known = ", ".join(f"{a.transformer_class} ({a.name})" for a in ARCHITECTURES)
     raise BaseModelError(
         "architecture-unknown",
-        f"the model class {transformer_class} is not supported",
-        expected=known,
-        hint="docs/how-it-works.md says how an architecture is added",
+        f"transformer class `{transformer_class}` is not registered",
+        expected=make_list((a.transformer_class for a in ARCHITECTURES), limit=40),
+        hint="the class is read from `_class_name` in the transformer's config.json",
+    )
+
+
+def find_by_pipeline(pipeline_class: str) -> Architecture:
+    """Return the family that declares a pipeline class.
+
+    Raises:
+        BaseModelError: No family declares it.
+    """
+    for architecture in ARCHITECTURES:
+        if pipeline_class in architecture.pipelines:
+            return architecture
+    raise BaseModelError(
+        "architecture-unknown",
+        f"pipeline class `{pipeline_class}` is not registered",
+        expected=make_list((p for a in ARCHITECTURES for p in a.pipelines), limit=80),
+        hint="the class is read from `_class_name` in model_index.json",
     )

@@ -1,29 +1,46 @@
-"""Families whose published tensors have the names and shapes of the trained ones."""
+"""The common case: the checkpoint's names are the base's names, nothing is rearranged."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..contracts import PipelineSpec
 from ..operations import Expression, Read
 from ..records import BaseModel, TensorSpec
 
+FLOW_MATCH = ("*Scheduler",)
+QWEN_TOKENIZER = ("Qwen2Tokenizer", "AutoTokenizer")
+CLIP_TOKENIZER = ("CLIPTokenizer",)
+T5_TOKENIZER = ("T5Tokenizer", "AutoTokenizer")
 
-@dataclass(frozen=True)
+
+def accept_base(base: BaseModel) -> None:
+    """Accept any configuration: the model class and the headers are checked elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class IdentityArchitecture:
-    """One transformer class and its pipelines; see `contracts.Architecture`."""
+    """A family whose checkpoint and output have the same tensors under the same names."""
 
     name: str
     transformer_class: str
+    module: str
     pipelines: Mapping[str, PipelineSpec]
-    module: str = "diffusers"
+    keep_in_fp32: tuple[str, ...] = ()
+    weights_stems: tuple[str, ...] = ("diffusion_pytorch_model",)
+    output_formats: tuple[str, ...] = ("pipeline", "transformer")
+    check: Callable[[BaseModel], None] = accept_base
 
     def check_base(self, base: BaseModel) -> None:
-        """Nothing to check beyond names, shapes and configs."""
+        """Raise BaseModelError where configuration values of the base contradict each other."""
+        self.check(base)
 
     def make_expressions(
         self, base: BaseModel, sources: Mapping[str, TensorSpec]
     ) -> Mapping[str, Expression]:
-        """Every tensor under its own name."""
-        return {name: Read(name) for name in sources}
+        """Map every tensor of the base to itself.
+
+        The plan compares both sides and names what is missing or unexpected.
+        """
+        return {name: Read(name) for name in base.tensors}

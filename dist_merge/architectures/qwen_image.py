@@ -1,32 +1,33 @@
-"""Qwen-Image, Qwen-Image-Edit, Edit-Plus, Layered and the other pipelines of its transformer."""
+"""Qwen-Image: text to image, editing, layers, image to image, inpainting, ControlNet."""
 
 from __future__ import annotations
 
 from ..contracts import PipelineSpec
-from .identity import IdentityArchitecture
+from .identity import FLOW_MATCH, QWEN_TOKENIZER, IdentityArchitecture
 
-COMPONENTS = {
-    "scheduler": ("FlowMatchEulerDiscreteScheduler",),
+_BASIC = {
+    "scheduler": FLOW_MATCH,
     "vae": ("AutoencoderKLQwenImage",),
     "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
-    "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
+    "tokenizer": QWEN_TOKENIZER,
     "transformer": ("QwenImageTransformer2DModel",),
 }
-PROCESSOR = {"processor": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")}
-CONTROLNET = {"controlnet": ("QwenImageControlNetModel", "QwenImageMultiControlNetModel")}
+_EDIT = {**_BASIC, "processor": ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "AutoProcessor")}
+_CONTROL = {**_BASIC, "controlnet": ("QwenImageControlNetModel", "QwenImageMultiControlNetModel")}
 
 QWEN_IMAGE = IdentityArchitecture(
-    name="Qwen-Image",
+    name="qwen_image",
     transformer_class="QwenImageTransformer2DModel",
+    module="diffusers.models.transformers.transformer_qwenimage",
     pipelines={
-        "QwenImagePipeline": PipelineSpec(COMPONENTS),
-        "QwenImageImg2ImgPipeline": PipelineSpec(COMPONENTS),
-        "QwenImageInpaintPipeline": PipelineSpec(COMPONENTS),
-        "QwenImageEditPipeline": PipelineSpec({**COMPONENTS, **PROCESSOR}),
-        "QwenImageEditPlusPipeline": PipelineSpec({**COMPONENTS, **PROCESSOR}),
-        "QwenImageEditInpaintPipeline": PipelineSpec({**COMPONENTS, **PROCESSOR}),
-        "QwenImageLayeredPipeline": PipelineSpec({**COMPONENTS, **PROCESSOR}),
-        "QwenImageControlNetPipeline": PipelineSpec({**COMPONENTS, **CONTROLNET}),
-        "QwenImageControlNetInpaintPipeline": PipelineSpec({**COMPONENTS, **CONTROLNET}),
+        "QwenImagePipeline": PipelineSpec(_BASIC),
+        "QwenImageImg2ImgPipeline": PipelineSpec(_BASIC),
+        "QwenImageInpaintPipeline": PipelineSpec(_BASIC),
+        "QwenImageEditPipeline": PipelineSpec(_EDIT),
+        "QwenImageEditPlusPipeline": PipelineSpec(_EDIT),
+        "QwenImageEditInpaintPipeline": PipelineSpec(_EDIT),
+        "QwenImageLayeredPipeline": PipelineSpec(_EDIT),
+        "QwenImageControlNetPipeline": PipelineSpec(_CONTROL),
+        "QwenImageControlNetInpaintPipeline": PipelineSpec(_CONTROL),
     },
 )
