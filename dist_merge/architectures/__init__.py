@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from ..contracts import Architecture
 from ..errors import BaseModelError, make_list
+from .boogu import BOOGU
+from .flux import FLUX
+from .flux2 import FLUX2
+from .ltx2 import LTX2
 from .qwen_image import QWEN_IMAGE
+from .sd3 import SD3
+from .wan import WAN, WAN_VACE
 
-ARCHITECTURES: tuple[Architecture, ...] = (QWEN_IMAGE,)
+ARCHITECTURES: tuple[Architecture, ...] = (
+    QWEN_IMAGE,
+    SD3,
+    FLUX,
+    FLUX2,
+    WAN,
+    WAN_VACE,
+    LTX2,
+    BOOGU,
+)
 
 
 def find_architecture(transformer_class: str) -> Architecture:
