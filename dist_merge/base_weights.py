@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -84,6 +85,28 @@ def read_component_weights(
     weight_map = read_weight_map(base_dir, join(folder, chosen))
     specs = check_index(base_dir, folder=folder, index=chosen, weight_map=weight_map, exact=True)
     return ComponentWeights(stem, specs, {n: join(folder, f) for n, f in weight_map.items()})
+
+
+def read_small_tensor(base_dir: Path, *, weights: ComponentWeights, name: str) -> list[float]:
+    """Read the values of one small float32 tensor, [length].
+
+    Raises:
+        BaseModelError: It is absent, large, or of another kind.
+    """
+    spec = weights.tensors.get(name)
+    if spec is None or spec.dtype != "float32" or len(spec.shape) != 1 or spec.nbytes > 2**16:
+        raise BaseModelError(
+            "base-class-mismatch",
+            f"the base has no usable tensor `{name}`",
+            expected="a short row of float32 numbers",
+            found="no such tensor" if spec is None else f"{list(spec.shape)} {spec.dtype}",
+        )
+    path = base_dir / weights.files[name]
+    header = read_header(path)
+    with path.open("rb") as file:
+        file.seek(header.nbytes + header.tensors[name].begin)
+        raw = file.read(spec.nbytes)
+    return list(struct.unpack(f"<{spec.shape[0]}f", raw))
 
 
 def make_missing_error(folder: str, *, names: set[str], stems: Sequence[str]) -> BaseModelError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -65,6 +65,25 @@ class Architecture(Protocol):
     @property
     def output_formats(self) -> tuple[str, ...]:
         """Output formats that make sense for this family."""
+
+    @property
+    def trained_class(self) -> str:
+        """Class of the live module; another than `transformer_class` where the base is native."""
+
+    @property
+    def artifact_type(self) -> str:
+        """The manifest's `artifact_type` of a whole pipeline."""
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """Small float32 tensors of the base whose values are needed (`extra["constants"]`)."""
+
+    @property
+    def has_fixed_dtypes(self) -> bool:
+        """Whether the output always has the base's dtypes."""
+
+    def make_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Translate the base's config into that of the trained class."""
 
     def check_base(self, base: BaseModel) -> None:
         """Raise BaseModelError where configuration values of the base contradict each other."""

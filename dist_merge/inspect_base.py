@@ -9,13 +9,14 @@ from typing import Any
 
 from .architectures import find_architecture, find_by_pipeline
 from .base_files import check_remote_code, describe_files, find_edited_configs, sort_files
-from .base_weights import ComponentWeights, join, read_component_weights
+from .base_weights import ComponentWeights, join, read_component_weights, read_small_tensor
 from .contracts import Architecture
 from .errors import BaseModelError, make_list
 from .files import read_json, walk_files
 from .model_class import ClassFacts, read_class_facts
+from .operations import list_inputs, make_spec
 from .pipeline_checks import MODEL_INDEX, check_components, split_index
-from .records import BaseModel
+from .records import BaseModel, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -56,37 +57,50 @@ def read_base(
     weights = read_component_weights(
         base_dir, folder=folder, paths=paths, stems=architecture.weights_stems
     )
-    facts = read_class_facts(architecture, config)
-    weights = check_weights(weights, facts, architecture)
+    trained_config = architecture.make_config(config)
+    facts = read_class_facts(architecture, trained_config)
+    if facts is not None:
+        weights = drop_ignored(weights, facts)
     files = sort_files(
         paths,
         folder=folder,
         components=pipeline.components if pipeline and output_format == "pipeline" else None,
     )
     check_remote_code(files.copied, trust_remote_code=trust_remote_code)
-    missing = f"class {architecture.transformer_class} cannot be imported here"
-    return BaseModel(
+    base = BaseModel(
         is_pipeline=is_pipeline,
         pipeline_class=pipeline.class_name if pipeline else None,
         transformer_class=architecture.transformer_class,
+        trained_class=architecture.trained_class,
         component=component,
         component_dir=folder,
-        config=config,
+        config=trained_config,
         config_defaults=facts.defaults if facts else None,
         tensors={name: weights.tensors[name] for name in sorted(weights.tensors)},
         tensor_files={name: weights.files[name] for name in sorted(weights.tensors)},
-        keep_in_fp32=facts.keep_in_fp32 if facts else architecture.keep_in_fp32,
+        keep_in_fp32=choose_islands(architecture, facts),
         files=describe_files(base_dir, files.copied),
         replaced=describe_files(base_dir, files.replaced),
         left_out=files.left_out,
         edited_configs=find_edited_configs(base_dir, files.copied),
-        model_class_check="passed" if facts else f"not_run: {missing}",
+        model_class_check="passed"
+        if facts
+        else f"not_run: class {architecture.trained_class} cannot be imported here",
         extra={
             "weights_stem": weights.stem,
+            "artifact_type": architecture.artifact_type,
+            "has_fixed_dtypes": architecture.has_fixed_dtypes,
             "model_index": dict(pipeline.index) if pipeline else None,
             "unused_config_fields": list(facts.unused_fields) if facts else [],
+            "constants": {
+                name: read_small_tensor(base_dir, weights=weights, name=name)
+                for name in architecture.constants
+            },
         },
     )
+    if facts is not None:
+        check_class(base, facts, architecture)
+    return base
 
 
 def walk_base(base_dir: Path) -> list[str]:
@@ -184,7 +198,9 @@ def read_pipeline(
             found=architecture.transformer_class,
         )
     spec = architecture.pipelines[class_name]
-    components, _ = split_index(index, spec)
+    if not is_copied:
+        index = {name: index[name] for name in index if name == component}
+    components = split_index(index, spec, needs_all=is_copied)
     if component not in components:
         raise BaseModelError(
             "component-missing",
@@ -211,35 +227,43 @@ def make_class_error(what: str, *, expected: str, found: str) -> BaseModelError:
     return BaseModelError("class-mismatch", what, expected=expected, found=found)
 
 
-def check_weights(
-    weights: ComponentWeights, facts: ClassFacts | None, architecture: Architecture
-) -> ComponentWeights:
-    """Compare the headers with the class; returns the weights without tensors it skips.
+def choose_islands(architecture: Architecture, facts: ClassFacts | None) -> tuple[str, ...]:
+    """Fp32 islands: the class knows them best, but only in its own names."""
+    is_native = architecture.trained_class != architecture.transformer_class
+    return architecture.keep_in_fp32 if facts is None or is_native else facts.keep_in_fp32
+
+
+def drop_ignored(weights: ComponentWeights, facts: ClassFacts) -> ComponentWeights:
+    """Return the weights without tensors that the class skips when it loads."""
+    tensors = {n: spec for n, spec in weights.tensors.items() if not facts.is_ignored(n)}
+    return ComponentWeights(weights.stem, tensors, weights.files)
+
+
+def check_class(base: BaseModel, facts: ClassFacts, architecture: Architecture) -> None:
+    """Check that the state dict of the class makes exactly the tensors in the base's headers.
 
     Raises:
         BaseModelError: Names or shapes differ.
     """
-    if facts is None:
-        return weights
-    tensors = {n: spec for n, spec in weights.tensors.items() if not facts.is_ignored(n)}
+    sources = {name: TensorSpec(shape, "float32") for name, shape in facts.shapes.items()}
+    expressions = architecture.make_expressions(base, sources)
+    used = {fqn for expression in expressions.values() for fqn in list_inputs(expression)}
+    missing, unexpected = set(sources) - used, used - set(sources)
     problems = []
-    missing, unexpected = set(facts.shapes) - set(tensors), set(tensors) - set(facts.shapes)
     if missing:
         problems.append(f"{len(missing)} missing: {make_list(missing)}")
     if unexpected:
         problems.append(f"{len(unexpected)} unexpected: {make_list(unexpected)}")
-    for name in sorted(set(tensors) & set(facts.shapes)):
-        if tensors[name].shape != facts.shapes[name]:
-            problems.append(
-                f"`{name}` is {list(tensors[name].shape)}, not {list(facts.shapes[name])}"
-            )
+    for name, expression in sorted(expressions.items()) if not unexpected else ():
+        found, wanted = base.tensors[name].shape, make_spec(expression, sources).shape
+        if found != wanted:
+            problems.append(f"`{name}` is {list(found)}, not {list(wanted)}")
             break
     if problems:
         raise BaseModelError(
             "base-class-mismatch",
             "the base's weights are not those that its class and config.json make",
-            expected=f"{len(facts.shapes)} tensors of {architecture.transformer_class}",
+            expected=f"the {len(sources)} tensors of {architecture.trained_class}",
             found="; ".join(problems),
             hint="weights and config.json are from different models or versions",
         )
-    return ComponentWeights(weights.stem, tensors, weights.files)

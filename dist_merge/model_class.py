@@ -51,14 +51,14 @@ def import_model_class(module: str, class_name: str) -> type | None:
 
 
 def read_class_facts(architecture: Architecture, config: Mapping[str, Any]) -> ClassFacts | None:
-    """Build the class from `config` without data and describe it; None where not installed.
+    """Build the trained class from its `config` without data; None where it is not installed.
 
     Raises:
         BaseModelError: The class refuses the config.
 
     Memory: no tensor data; RNG state and default dtype are left as found.
     """
-    cls = import_model_class(architecture.module, architecture.transformer_class)
+    cls = import_model_class(architecture.module, architecture.trained_class)
     if cls is None:
         return None
     defaults = read_defaults(cls)

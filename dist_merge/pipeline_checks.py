@@ -21,21 +21,19 @@ CLASS_SUFFIXES = ("Fast", "Pil")
 
 
 def split_index(
-    index: Mapping[str, Any], spec: PipelineSpec
-) -> tuple[dict[str, tuple[str, str]], frozenset[str]]:
-    """Split an index into its components (name -> library, class) and the absent optional ones.
+    index: Mapping[str, Any], spec: PipelineSpec, *, needs_all: bool
+) -> dict[str, tuple[str, str]]:
+    """Return an index's present components (name -> library, class), and check its options.
 
     Raises:
         BaseModelError: A name is unknown, a component is missing, an option has a wrong type.
     """
     components: dict[str, tuple[str, str]] = {}
-    absent = set()
     for name, value in index.items():
         if name in PRIVATE_KEYS:
             continue
         if name in spec.components:
             if value is None or value == [None, None]:
-                absent.add(name)
                 continue
             components[name] = parse_entry(name, value)
         elif name in spec.options:
@@ -47,7 +45,7 @@ def split_index(
                 found=repr(value)[:200],
             )
     missing = set(spec.components) - set(components) - spec.optional
-    if missing:
+    if missing and needs_all:
         raise BaseModelError(
             "component-missing",
             f"the pipeline needs components that model_index.json does not name: "
@@ -56,7 +54,7 @@ def split_index(
             expected=make_list(set(spec.components) - spec.optional, limit=20),
             hint="complete the base model",
         )
-    return components, frozenset(absent)
+    return components
 
 
 def parse_entry(name: str, value: Any) -> tuple[str, str]:

@@ -102,7 +102,8 @@ class BaseModel:
     `tensors` is the trained component's schema in the base's own names; `tensor_files` says in
     which file (relative to the base) each lies. `files` are all files that will be copied,
     `replaced` the old weight files and index of the trained component, `left_out` weight files
-    that belong to no component.
+    that belong to no component. `config` is in the fields of `trained_class`, which is another
+    class than the base's own (`transformer_class`) only where the base is in a native form.
     """
 
     is_pipeline: bool
@@ -120,6 +121,7 @@ class BaseModel:
     left_out: tuple[str, ...]
     edited_configs: Mapping[str, tuple[str, ...]]
     model_class_check: str
+    trained_class: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 

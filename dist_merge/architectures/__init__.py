@@ -8,6 +8,7 @@ from .boogu import BOOGU
 from .flux import FLUX
 from .flux2 import FLUX2
 from .ltx2 import LTX2
+from .minimax_h3 import MINIMAX_H3, MINIMAX_H3_NATIVE
 from .qwen_image import QWEN_IMAGE
 from .sd3 import SD3
 from .wan import WAN, WAN_VACE
@@ -21,6 +22,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     WAN_VACE,
     LTX2,
     BOOGU,
+    MINIMAX_H3,
+    MINIMAX_H3_NATIVE,
 )
 
 
