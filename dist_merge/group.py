@@ -99,6 +99,11 @@ class Group:
             self._watcher.start()
 
     @property
+    def store(self) -> Any:
+        """The key-value store of this run; None when there is one rank."""
+        return self._store
+
+    @property
     def cause(self) -> MergeError | None:
         """First error of any rank, once known here."""
         return self._cause
@@ -375,63 +380,43 @@ class _Peers:
 
 
 @contextmanager
-def open_group(*, timeout: float, process_group: Any = None) -> Iterator[tuple[Group, Any]]:
-    """Join the ranks of this run; yield the group and the gloo process group of its own (or None).
+def open_group(*, timeout: float, process_group: Any = None) -> Iterator[Group]:
+    """Join the ranks of this run and leave them at the end.
 
-    Inside an initialised process group (a trainer), its ranks take part and the group is left as
-    found. Under torchrun without one, this makes and destroys its own. Otherwise one process.
+    Inside an initialised process group (a trainer), its ranks take part through its store; no
+    group of the trainer is used or made. Under torchrun without one, the launcher's store serves.
+    Otherwise this is one process.
 
-    Ranks: collective.
+    Ranks: collective, but waits for nobody.
     """
-    made_default = False
     limit = timedelta(seconds=timeout)
-    if not dist.is_available():
-        yield Group(rank=0, size=1), None
-        return
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
-            yield Group(rank=0, size=1), None
-            return
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        rank, size = ranks.index(dist.get_rank()), len(ranks)
+        store = dist.distributed_c10d._get_default_store() if size > 1 else None
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
         store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("dist_merge/default", store),
-            rank=rank,
-            world_size=size,
-            timeout=limit,
-        )
-        made_default = True
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    rank, size = ranks.index(dist.get_rank()), len(ranks)
-    if size == 1:
-        try:
-            yield Group(rank=0, size=1), None
-        finally:
-            if made_default:
-                dist.destroy_process_group()
-        return
-    own = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
-    group = Group(rank=rank, size=size, store=_own_store(own, ranks), timeout=timeout)
+        ranks = list(range(size))
+    else:
+        store, rank, size, ranks = None, 0, 1, [0]
+    group = Group(rank=rank, size=size, store=_own_store(store, ranks), timeout=timeout)
     try:
-        yield group, own
+        yield group
     finally:
         group.close()
-        if made_default:
-            dist.destroy_process_group()
-        else:
-            dist.destroy_process_group(own)
 
 
-def _own_store(own: Any, ranks: list[int]) -> Any:
-    """Return the trainer's or launcher's store under a prefix that no other run uses."""
-    import secrets
+def _own_store(store: Any, ranks: list[int]) -> Any:
+    """Put the store under a prefix that no other run of these ranks uses.
 
-    import torch
-
-    token = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8).clone()
-    dist.broadcast(token, src=ranks[0], group=own)
-    base = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"dist_merge/{bytes(token.tolist()).hex()}", base)
+    Every run is one arrival of each rank, and none of them begins a run before the last one
+    ended, so the count of arrivals numbers the runs.
+    """
+    if store is None:
+        return None
+    name = f"dist_merge/{'-'.join(map(str, ranks))}"
+    arrivals = store.add(f"{name}/arrivals", 1)
+    return dist.PrefixStore(f"{name}/{(arrivals - 1) // len(ranks)}", store)
 
 
 def run_interruptibly(

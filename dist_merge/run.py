@@ -53,8 +53,8 @@ def merge_model(config: ModelMergerConfig, *, process_group: Any = None) -> Merg
 
     Ranks: collective. Memory: rank 0 holds about two buffers and the largest tensor.
     """
-    with open_group(timeout=config.timeout, process_group=process_group) as (group, own_group):
-        run = MergeRun(config, group=group, own_group=own_group)
+    with open_group(timeout=config.timeout, process_group=process_group) as group:
+        run = MergeRun(config, group=group)
         return run_interruptibly(group, run.execute, clean_up=run.clean_up)
 
 
@@ -63,8 +63,8 @@ def inspect_checkpoint(config: ModelMergerConfig) -> dict[str, Any]:
 
     Ranks: collective.
     """
-    with open_group(timeout=config.timeout) as (group, own_group):
-        run = MergeRun(config, group=group, own_group=own_group)
+    with open_group(timeout=config.timeout) as group:
+        run = MergeRun(config, group=group)
         return run_interruptibly(group, run.describe, clean_up=run.clean_up)
 
 
@@ -74,7 +74,6 @@ class MergeRun:
 
     config: ModelMergerConfig
     group: Group
-    own_group: Any
     staging: Staging | None = None
     sources: OpenSources | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -253,7 +252,7 @@ class MergeRun:
         """Open the transport that `comm_backend` names."""
         return open_transport(
             self.config.comm_backend,
-            own_group=self.own_group,
+            group=self.group,
             buffer_nbytes=int(self.config.buffer_size),
             local_rank=local_rank(),
         )

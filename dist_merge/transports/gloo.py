@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import PeerError
+from ..group import Group
 
 # Messages are cut so that progress shows and a failure is noticed between the pieces.
 PIECE_NBYTES = 64 * 2**20
 
 
 class GlooTransport:
-    """Point-to-point transfers to rank 0 of `group`; with no group there is nobody to talk to."""
+    """Point-to-point transfers to rank 0; with one rank there is nobody to talk to.
+
+    The process group is made directly, under this run's own store prefix, and is registered
+    nowhere: a trainer's groups and their numbering stay as they are.
+    """
 
     name = "gloo"
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._ranks = dist.get_process_group_ranks(group) if group is not None else [0]
+    def __init__(self, group: Group) -> None:
+        self._gloo: Any = None
+        if group.size > 1:
+            self._gloo = dist.ProcessGroupGloo(
+                dist.PrefixStore("gloo", group.store),
+                group.rank,
+                group.size,
+                timedelta(seconds=group.timeout),
+            )
 
     def transfer(
         self,
@@ -32,24 +44,30 @@ class GlooTransport:
         """See `contracts.Transport`."""
         try:
             works = [
-                dist.irecv(piece, src=self._ranks[source], group=self._group)
+                self._gloo.recv([piece], source, 0)
                 for source, message in incoming
                 for piece in message.split(PIECE_NBYTES)
             ]
             works += [
-                dist.isend(piece, dst=self._ranks[0], group=self._group)
+                self._gloo.send([piece], 0, 0)
                 for message in outgoing
                 for piece in message.split(PIECE_NBYTES)
             ]
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise PeerError(
-                "transfer-failed",
-                "a transfer between ranks broke off",
-                found=str(error).strip().splitlines()[0][:200],
-                hint="another rank ended or the network failed; see the other ranks' output",
-            ) from error
+            raise transfer_error(error) from error
 
     def close(self) -> None:
-        """Nothing to release: the group belongs to `group.open_group`."""
+        """Close the connections."""
+        self._gloo = None
+
+
+def transfer_error(error: RuntimeError) -> PeerError:
+    """The error for a transfer that broke off; seldom the first cause."""
+    return PeerError(
+        "transfer-failed",
+        "a transfer between ranks broke off",
+        found=str(error).strip().splitlines()[0][:200],
+        hint="another rank ended or the network failed; see the other ranks' output",
+    )

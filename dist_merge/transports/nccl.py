@@ -12,28 +12,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import PeerError, RequestError
+from ..errors import RequestError
+from ..group import Group
+from .gloo import transfer_error
 
 
 class DeviceTransport:
     """Point-to-point transfers to rank 0 through one device buffer per rank.
+
+    Args:
+        process_group: A group of the run's ranks that is registered nowhere.
+        device: Where its transfers take place.
+        buffer_nbytes: Size of the device buffer.
 
     Memory: one device buffer of `buffer_nbytes` on every rank.
     """
 
     name = "nccl"
 
-    def __init__(
-        self, group: Any, *, device: torch.device, buffer_nbytes: int, owns_group: bool
-    ) -> None:
-        self._group = group
-        self._owns_group = owns_group
-        self._ranks = dist.get_process_group_ranks(group) if group is not None else [0]
+    def __init__(self, process_group: Any, *, device: torch.device, buffer_nbytes: int) -> None:
+        self._process_group = process_group
         self._buffer = torch.empty(buffer_nbytes, dtype=torch.uint8, device=device)
 
     @classmethod
-    def open_nccl(cls, own_group: Any, *, buffer_nbytes: int, local_rank: int) -> DeviceTransport:
-        """Make an NCCL group of the ranks of `own_group`.
+    def open_nccl(cls, group: Group, *, buffer_nbytes: int, local_rank: int) -> DeviceTransport:
+        """Make an NCCL group of the run's ranks.
 
         Raises:
             RequestError: This machine or this torch build has no NCCL or no GPU for the rank.
@@ -55,11 +58,11 @@ class DeviceTransport:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        group = None
-        if own_group is not None:
-            ranks = dist.get_process_group_ranks(own_group)
-            group = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
-        return cls(group, device=device, buffer_nbytes=buffer_nbytes, owns_group=group is not None)
+        process_group = None
+        if group.size > 1:
+            store = dist.PrefixStore("nccl", group.store)
+            process_group = dist.ProcessGroupNCCL(store, group.rank, group.size)
+        return cls(process_group, device=device, buffer_nbytes=buffer_nbytes)
 
     def transfer(
         self,
@@ -74,23 +77,16 @@ class DeviceTransport:
                 for piece in message.split(nbytes):
                     staged = self._buffer[: piece.numel()]
                     staged.copy_(piece)
-                    dist.send(staged, dst=self._ranks[0], group=self._group)
+                    self._process_group.send([staged], 0, 0).wait()
             for source, message in incoming:
                 for piece in message.split(nbytes):
                     staged = self._buffer[: piece.numel()]
-                    dist.recv(staged, src=self._ranks[source], group=self._group)
+                    self._process_group.recv([staged], source, 0).wait()
                     piece.copy_(staged)
         except RuntimeError as error:
-            raise PeerError(
-                "transfer-failed",
-                "a transfer between ranks broke off",
-                found=str(error).strip().splitlines()[0][:200],
-                hint="another rank ended or the network failed; see the other ranks' output",
-            ) from error
+            raise transfer_error(error) from error
 
     def close(self) -> None:
-        """Release the device buffer and the NCCL group."""
+        """Release the device buffer and the group."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        if self._owns_group:
-            dist.destroy_process_group(self._group)
-            self._owns_group = False
+        self._process_group = None

@@ -129,7 +129,9 @@ def swapped_names(w: Workshop) -> None:
 
 
 def wrong_folder(w: Workshop) -> None:
-    w.config["local_dir"] = str(w.actor().parent)
+    step = w.folder / "global_step_1"
+    w.lab.copy_actor(step / "actor")
+    w.config["local_dir"] = str(step)
 
 
 def truncated_file(w: Workshop) -> None:
