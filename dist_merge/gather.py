@@ -53,7 +53,7 @@ def digest_tensor(tensor: torch.Tensor, *, group: Group | None = None) -> bytes:
     """128-bit xxh3 digest of a tensor's elements in row-major order; no copy of its size."""
     state = xxhash.xxh3_128()
     for piece in iter_contiguous(tensor):
-        state.update(as_bytes(piece).numpy())
+        state.update(as_bytes(piece).numpy().data)
         if group is not None:
             group.advance(piece.nbytes)
     return state.digest()
@@ -248,7 +248,9 @@ def iter_windows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for row in tensor:
             yield from iter_windows(row)
         return
-    yield from tensor.split(max(1, WINDOW_NBYTES // row_nbytes))
+    step = max(1, WINDOW_NBYTES // row_nbytes)
+    for start in range(0, tensor.shape[0], step):
+        yield tensor[start : start + step]
 
 
 def lay_own_boxes(

@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from .errors import MergeError, PeerError, as_merge_error
 
@@ -98,10 +99,9 @@ class Group:
             )
             self._watcher.start()
 
-    @property
-    def store(self) -> Any:
-        """The key-value store of this run; None when there is one rank."""
-        return self._store
+    def make_store(self, name: str) -> Any:
+        """Return the run's store under a prefix of its own, for a process group."""
+        return PrefixStore(name, self._store)
 
     @property
     def cause(self) -> MergeError | None:
@@ -177,10 +177,8 @@ class Group:
     def get(self, name: str) -> bytes:
         """Wait for the bytes another rank published under `name`."""
         self._wait(f"data/{name}")
-        count = int(self._op(lambda: self._store.get(f"data/{name}")))
-        parts = []
-        for index in range(count):
-            parts.append(self._op(lambda i=index: self._store.get(f"data/{name}/{i}")))
+        count = int(self._get(f"data/{name}"))
+        parts = [self._get(f"data/{name}/{index}") for index in range(count)]
         return zlib.decompress(b"".join(parts))
 
     def report(self, error: MergeError) -> MergeError:
@@ -247,6 +245,10 @@ class Group:
 
     def _set(self, key: str, value: bytes) -> None:
         self._op(lambda: self._store.set(key, value))
+
+    def _get(self, key: str) -> bytes:
+        value: bytes = self._op(lambda: self._store.get(key))
+        return value
 
     def _wait(self, key: str) -> None:
         """Wait for `key` as long as no rank failed."""
@@ -395,7 +397,7 @@ def open_group(*, timeout: float, process_group: Any = None) -> Iterator[Group]:
         rank, size = ranks.index(dist.get_rank()), len(ranks)
         store = dist.distributed_c10d._get_default_store() if size > 1 else None
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
-        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        store, rank, size = next(rendezvous("env://", timeout=limit))
         ranks = list(range(size))
     else:
         store, rank, size, ranks = None, 0, 1, [0]
@@ -416,7 +418,7 @@ def _own_store(store: Any, ranks: list[int]) -> Any:
         return None
     name = f"dist_merge/{'-'.join(map(str, ranks))}"
     arrivals = store.add(f"{name}/arrivals", 1)
-    return dist.PrefixStore(f"{name}/{(arrivals - 1) // len(ranks)}", store)
+    return PrefixStore(f"{name}/{(arrivals - 1) // len(ranks)}", store)
 
 
 def run_interruptibly(

@@ -119,9 +119,7 @@ def walk_base(base_dir: Path) -> list[str]:
     )
 
 
-def read_component_config(
-    base_dir: Path, *, folder: str, paths: Sequence[str]
-) -> dict[str, Any]:
+def read_component_config(base_dir: Path, *, folder: str, paths: Sequence[str]) -> dict[str, Any]:
     """Read the trained component's config, which must name its class and not be quantised."""
     path = join(folder, "config.json")
     if path not in paths:
@@ -216,9 +214,7 @@ def read_pipeline(
             found=f"{architecture.transformer_class} in `{component}/config.json`",
         )
     if is_copied:
-        check_components(
-            base_dir, components=components, spec=spec, paths=paths, trained=component
-        )
+        check_components(base_dir, components=components, spec=spec, paths=paths, trained=component)
     return PipelineFacts(class_name, index, frozenset(components))
 
 

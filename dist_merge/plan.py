@@ -162,7 +162,7 @@ def check_tiling(fqn: str, shape: tuple[int, ...], boxes: Sequence[PlannedBox]) 
     """Prove that boxes cover a tensor of `shape` with no hole and no overlap."""
     for box in boxes:
         inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
-            0 <= start and start + size <= length
+            start >= 0 and start + size <= length
             for start, size, length in zip(box.offsets, box.sizes, shape, strict=True)
         )
         if not inside:

@@ -180,9 +180,9 @@ def clear_dead_stagings(target: Path) -> list[str]:
             notes.append(f"a staging folder of another run is here; if it is dead: rm -r {wrapper}")
             continue
         claimed = owner.get("claimed_target_inode")
-        if claimed is not None and target.is_dir() and target.stat().st_ino == claimed:
-            if not any(target.iterdir()):
-                target.rmdir()
+        is_claimed = claimed is not None and target.is_dir() and target.stat().st_ino == claimed
+        if is_claimed and not any(target.iterdir()):
+            target.rmdir()
         shutil.rmtree(wrapper, ignore_errors=True)
         notes.append(f"removed the staging folder of a killed run: {wrapper.name}")
     return notes

@@ -302,7 +302,8 @@ class MergeRun:
         hashes: list[bytes],
     ) -> None:
         """Write index and manifest, and verify the whole folder. Ranks: rank 0 only."""
-        assert self.staging is not None and packaged is not None
+        assert self.staging is not None
+        assert packaged is not None
         folder = self.staging.artifact_dir
         parts = [json.loads(payload) for payload in hashes]
         files = dict(packaged.files) | {path: sha for path, (sha, _) in weights.items()}

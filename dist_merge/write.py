@@ -44,7 +44,7 @@ class ShardWriter:
     def write(self, tensor: torch.Tensor) -> None:
         """Append one tensor's bytes, row-major."""
         for piece in iter_contiguous(tensor):
-            data = memoryview(piece.view(torch.uint8).numpy())
+            data = piece.view(torch.uint8).numpy().data
             for start in range(0, len(data), PIECE_NBYTES):
                 self._write(data[start : start + PIECE_NBYTES])
                 self._group.advance(min(PIECE_NBYTES, len(data) - start))

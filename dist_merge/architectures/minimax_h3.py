@@ -256,7 +256,14 @@ MINIMAX_H3 = IdentityArchitecture(
     pipelines={
         "MiniMaxH3ModularPipeline": PipelineSpec({"transformer": ("MiniMaxH3Transformer3DModel",)})
     },
-    keep_in_fp32=("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out", "rope"),
+    keep_in_fp32=(
+        "proj_in",
+        "audio_proj_in",
+        "time_embedder",
+        "proj_out",
+        "audio_proj_out",
+        "rope",
+    ),
     output_formats=("transformer",),
 )
 

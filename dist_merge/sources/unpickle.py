@@ -52,7 +52,7 @@ def load_rank_file(path: Path) -> dict[str, Any]:
     return data
 
 
-def resolve_old_names(wanted: list[str]) -> list[tuple[Any, str]]:
+def resolve_old_names(wanted: list[str]) -> list[Any]:
     """Map old dotted names to today's classes of the same name; only placements and DTensor."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor import _dtensor_spec as spec
@@ -68,7 +68,7 @@ def resolve_old_names(wanted: list[str]) -> list[tuple[Any, str]]:
         "_Partial": Partial,
     }
     strided = getattr(placements, "_StridedShard", None)
-    allowed = []
+    allowed: list[Any] = []
     for name in wanted:
         module, _, attribute = name.rpartition(".")
         if f"{module}.".startswith(OLD_PREFIX) and attribute in today:

@@ -29,7 +29,7 @@ class GlooTransport:
         self._gloo: Any = None
         if group.size > 1:
             self._gloo = dist.ProcessGroupGloo(
-                dist.PrefixStore("gloo", group.store),
+                group.make_store("gloo"),
                 group.rank,
                 group.size,
                 timedelta(seconds=group.timeout),
@@ -46,12 +46,12 @@ class GlooTransport:
             works = [
                 self._gloo.recv([piece], source, 0)
                 for source, message in incoming
-                for piece in message.split(PIECE_NBYTES)
+                for piece in split_message(message, PIECE_NBYTES)
             ]
             works += [
                 self._gloo.send([piece], 0, 0)
                 for message in outgoing
-                for piece in message.split(PIECE_NBYTES)
+                for piece in split_message(message, PIECE_NBYTES)
             ]
             for work in works:
                 work.wait()
@@ -61,6 +61,11 @@ class GlooTransport:
     def close(self) -> None:
         """Close the connections."""
         self._gloo = None
+
+
+def split_message(message: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
+    """Cut a message into views of at most `nbytes`, the same way on both sides."""
+    return [message[start : start + nbytes] for start in range(0, message.numel(), nbytes)]
 
 
 def transfer_error(error: RuntimeError) -> PeerError:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..errors import RequestError
 from ..group import Group
-from .gloo import transfer_error
+from .gloo import split_message, transfer_error
 
 
 class DeviceTransport:
@@ -60,8 +60,9 @@ class DeviceTransport:
         torch.cuda.set_device(device)
         process_group = None
         if group.size > 1:
-            store = dist.PrefixStore("nccl", group.store)
-            process_group = dist.ProcessGroupNCCL(store, group.rank, group.size)
+            store = group.make_store("nccl")
+            options = dist.ProcessGroupNCCL.Options()
+            process_group = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
         return cls(process_group, device=device, buffer_nbytes=buffer_nbytes)
 
     def transfer(
@@ -74,12 +75,12 @@ class DeviceTransport:
         nbytes = self._buffer.numel()
         try:
             for message in outgoing:
-                for piece in message.split(nbytes):
+                for piece in split_message(message, nbytes):
                     staged = self._buffer[: piece.numel()]
                     staged.copy_(piece)
                     self._process_group.send([staged], 0, 0).wait()
             for source, message in incoming:
-                for piece in message.split(nbytes):
+                for piece in split_message(message, nbytes):
                     staged = self._buffer[: piece.numel()]
                     self._process_group.recv([staged], source, 0).wait()
                     piece.copy_(staged)

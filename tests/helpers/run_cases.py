@@ -97,7 +97,7 @@ def full_disk() -> Iterator[None]:
     """A disk with 1,000 bytes left."""
     from dist_merge import publish
 
-    with mock.patch.object(publish, "free_nbytes", lambda folder: 1000):
+    with mock.patch.object(publish, "free_nbytes", return_value=1000):
         yield
 
 

@@ -279,7 +279,7 @@ def base_folder_link(w: Workshop) -> None:
 
 def base_index_lies(w: Workshop) -> None:
     base = w.base() / "transformer"
-    names = {name: "diffusion_pytorch_model-00001-of-00001.safetensors" for name in ("a", "b")}
+    names = dict.fromkeys(("a", "b"), "diffusion_pytorch_model-00001-of-00001.safetensors")
     index = {"metadata": {"total_size": 8}, "weight_map": names}
     (base / WEIGHTS).rename(base / "diffusion_pytorch_model-00001-of-00001.safetensors")
     (base / f"{WEIGHTS}.index.json").write_text(json.dumps(index))

@@ -216,9 +216,7 @@ def test_wan_with_two_experts_reads_the_chosen_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ratio", [None, 0.0, 1, 1.5])
-def test_wan_with_two_experts_and_no_border_is_refused(
-    tmp_path: Path, ratio: float | None
-) -> None:
+def test_wan_with_two_experts_and_no_border_is_refused(tmp_path: Path, ratio: float | None) -> None:
     """Catches a dual pipeline in which one expert is never used."""
     with pytest.raises(BaseModelError, match="boundary_ratio"):
         read(make_base(tmp_path / "base", "WanPipeline", boundary_ratio=ratio))
@@ -306,9 +304,7 @@ def test_boogu_keeps_its_python_files_and_says_that_no_class_was_checked(tmp_pat
         ("AutoencoderKL", "AutoencoderKLWan", False),
     ],
 )
-def test_is_same_class_accepts_only_known_variants(
-    name: str, pattern: str, expected: bool
-) -> None:
+def test_is_same_class_accepts_only_known_variants(name: str, pattern: str, expected: bool) -> None:
     """Catches a like-named class taken for the declared one."""
     assert is_same_class(name, pattern) is expected
 

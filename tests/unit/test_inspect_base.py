@@ -220,11 +220,17 @@ def _remove(path: str) -> Callable[[Path], None]:
 
 
 def _rename(path: str, new: str) -> Callable[[Path], None]:
-    return lambda base_dir: (base_dir / path).rename(base_dir / new) and None
+    def damage(base_dir: Path) -> None:
+        (base_dir / path).rename(base_dir / new)
+
+    return damage
 
 
 def _write(path: str) -> Callable[[Path], None]:
-    return lambda base_dir: (base_dir / path).write_text("x = 1") and None
+    def damage(base_dir: Path) -> None:
+        (base_dir / path).write_text("x = 1")
+
+    return damage
 
 
 def _cut(path: str) -> Callable[[Path], None]:

@@ -1,0 +1,1 @@
+"""Examples that are run by the launch scripts and the tests."""
