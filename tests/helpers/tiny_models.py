@@ -43,6 +43,23 @@ def run_forward(transformer: Any, *, dtype: torch.dtype = torch.float32) -> torc
     return transformer(**make_inputs(dtype=dtype)).sample
 
 
+def run_reloaded(transformer: Any) -> torch.Tensor:
+    """Output of a reloaded model, with the arithmetic of the training run.
+
+    Matrix kernels sum in an order that depends on the threads and on the alignment of the weights;
+    tensors mapped from a file lie at any 8-byte boundary, so they are copied to fresh memory.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for parameter in transformer.parameters():
+            parameter.data = parameter.data.clone()
+        with torch.no_grad():
+            return run_forward(transformer)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def write_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer with a vocabulary of single bytes."""
     from transformers import Qwen2Tokenizer
@@ -105,7 +122,11 @@ def make_text_encoder() -> Any:
 def build_pipeline(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Save a whole tiny Qwen-Image pipeline; returns its folder."""
     from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+    from diffusers.utils import logging
     from transformers import Qwen2Tokenizer
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
     torch.manual_seed(seed)
     write_tokenizer(folder / "tokenizer")
