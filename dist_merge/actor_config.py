@@ -11,8 +11,9 @@ from .errors import BaseModelError, SourceError, make_list
 from .files import read_json
 from .records import BaseModel
 
-# Where a model came from and who wrote the file; neither changes what the model does.
-NEUTRAL_FIELDS = frozenset({"_class_name", "_diffusers_version", "_name_or_path", "name_or_path"})
+# Where a model came from. Like every field that starts with `_` (Diffusers' own book-keeping, such
+# as `_diffusers_version` and `_use_default_values`) it does not change what the model does.
+NEUTRAL_FIELDS = frozenset({"name_or_path"})
 ABSENT = "(absent)"
 
 
@@ -43,24 +44,30 @@ def check_actor_config(actor: Mapping[str, Any], base: BaseModel) -> None:
         BaseModelError: Another class, a field the class does not know, or another behaviour.
     """
     actor_class = str(actor.get("_class_name"))
+    trained_class = base.trained_class or base.transformer_class
     # fully_shard renames the class of the live module it wraps.
-    if base.transformer_class not in (actor_class, actor_class.removeprefix("FSDP")):
+    if trained_class not in (actor_class, actor_class.removeprefix("FSDP")):
         raise BaseModelError(
             "class-mismatch",
             "checkpoint and base model are of different classes",
-            expected=base.transformer_class,
+            expected=trained_class,
             found=f"{actor_class} in the checkpoint's config",
             hint="pass the base model the run started from",
         )
     defaults = base.config_defaults
     configs = {"checkpoint": strip(actor), "base model": strip(base.config)}
+    # Published configs carry fields their class ignores; both sides may, with any value.
+    unused = set(base.extra.get("unused_config_fields", ()))
+    for config in configs.values():
+        for name in unused & set(config):
+            del config[name]
     if defaults is not None:
         for owner, config in configs.items():
             unknown = {name for name in config if name not in defaults}
             if unknown:
                 raise BaseModelError(
                     "config-field-unknown",
-                    f"{base.transformer_class} has no config field {make_list(unknown)}",
+                    f"{trained_class} has no config field {make_list(unknown)}",
                     where=f"config.json of the {owner}",
                     hint="it needs another Diffusers release, or is not this model's config",
                 )
@@ -82,7 +89,11 @@ def check_actor_config(actor: Mapping[str, Any], base: BaseModel) -> None:
 
 def strip(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that decide behaviour, as plain JSON values."""
-    return {name: as_json(v) for name, v in config.items() if name not in NEUTRAL_FIELDS}
+    return {
+        name: as_json(value)
+        for name, value in config.items()
+        if not name.startswith("_") and name not in NEUTRAL_FIELDS
+    }
 
 
 def fill(config: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -287,11 +287,16 @@ def make_output(
 def choose_dtype(
     name: str, *, spec: TensorSpec, expected: TensorSpec, base: BaseModel, choice: str
 ) -> str:
-    """Dtype of one output tensor under `--dtype`; only floating tensors are ever cast."""
-    if spec.dtype not in FLOATING_DTYPES or choice == "preserve":
+    """Dtype of one output tensor under `--dtype`; only floating tensors are ever cast.
+
+    A package whose loaders fix every dtype takes the base's, whatever the choice.
+    """
+    if spec.dtype not in FLOATING_DTYPES:
         return spec.dtype
-    if choice == "base":
+    if choice == "base" or base.extra.get("has_fixed_dtypes"):
         return expected.dtype
+    if choice == "preserve":
+        return spec.dtype
     island = any(part in base.keep_in_fp32 for part in name.split("."))
     return "float32" if island else choice
 

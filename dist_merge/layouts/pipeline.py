@@ -21,7 +21,7 @@ class PipelineLayout:
                 "the base is a lone transformer, so there is no pipeline to publish",
                 hint="pass --output_format transformer, or the whole pipeline as --base_model",
             )
-        return "diffusers_pipeline"
+        return str(base.extra.get("artifact_type", "diffusers_pipeline"))
 
     def tensor_directory(self, base: BaseModel) -> str:
         """See `contracts.OutputLayout`."""
@@ -29,7 +29,7 @@ class PipelineLayout:
 
     def weights_stem(self, base: BaseModel) -> str:
         """See `contracts.OutputLayout`."""
-        return "diffusion_pytorch_model"
+        return str(base.extra.get("weights_stem", "diffusion_pytorch_model"))
 
     def copies(self, base: BaseModel) -> Mapping[str, str]:
         """See `contracts.OutputLayout`."""

@@ -1,0 +1,1 @@
+"""Measurements; every figure in the docs comes from a script here."""
