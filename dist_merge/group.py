@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
 import zlib
@@ -26,48 +25,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from .errors import MergeError, PeerError, as_merge_error
+from .peers import BEAT_SECONDS, Peers, process_identity
 
 T = TypeVar("T")
 CHUNK_NBYTES = 2**20
 POLL_SECONDS = (0.0002, 0.02)
 LEAVE_SECONDS = 3.0
-BEAT_SECONDS = 0.5
-# A rank whose watcher thread says nothing for this long is gone or stopped.
-SILENCE_SECONDS = 20.0
-
-
-def process_identity() -> dict[str, Any]:
-    """Host, pid and start time of this process: enough for a same-host peer to see it die."""
-    return {
-        "host": f"{socket.gethostname()}/{_read_text('/proc/sys/kernel/random/boot_id')}"
-        f"/{_read_link('/proc/self/ns/pid')}",
-        "pid": os.getpid(),
-        "start": process_start(os.getpid()),
-    }
-
-
-def process_start(pid: int) -> str | None:
-    """Start time of a live process in clock ticks since boot; None when dead or a zombie."""
-    stat = _read_text(f"/proc/{pid}/stat")
-    fields = stat.rpartition(")")[2].split()
-    if len(fields) < 20 or fields[0] in ("Z", "X"):
-        return None
-    return fields[19]
-
-
-def _read_text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _read_link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
 
 
 class Group:
@@ -195,7 +158,7 @@ class Group:
                 self._adopt_cause()
             except RuntimeError:
                 pass  # the store is gone with the rank or launcher that held it
-        self._fail(error)
+        self.fail(error)
         assert self._cause is not None
         return self._cause
 
@@ -224,7 +187,8 @@ class Group:
             for rank in range(1, self.size)
         )
 
-    def _fail(self, error: MergeError) -> None:
+    def fail(self, error: MergeError) -> None:
+        """Stop this rank's run with `error`, unless it was stopped before."""
         with self._cause_lock:
             if self._cause is None:
                 self._cause = error
@@ -266,7 +230,7 @@ class Group:
     def _adopt_cause(self, store: Any = None) -> None:
         store = store or self._store
         if self._cause is None and store.check(["cause"]):
-            self._fail(MergeError.from_dict(json.loads(store.get("cause"))))
+            self.fail(MergeError.from_dict(json.loads(store.get("cause"))))
 
     def _watch(self) -> None:
         """Publish the heartbeat, adopt a first cause, notice dead, stopped or stuck ranks."""
@@ -275,7 +239,7 @@ class Group:
         except (RuntimeError, AttributeError):
             store = self._store
         identity = process_identity()
-        peers = _Peers(self.rank, self.size, identity, timeout=self.timeout)
+        peers = Peers(self.rank, self.size, identity, timeout=self.timeout)
         while not self._closing.is_set():
             beat = {**identity, "beat": time.monotonic_ns(), "progress": self.progress}
             beat["waiting"] = self.waiting
@@ -289,96 +253,13 @@ class Group:
                 self._last_contact = time.monotonic()
             except RuntimeError:
                 if not self._closing.is_set():
-                    self._fail(peers.explain_lost_store())
+                    self.fail(peers.explain_lost_store())
                 return
             self._closing.wait(BEAT_SECONDS)
 
     def silence(self) -> float:
         """Seconds since the watcher last reached the store; 0 when there is nothing to watch."""
         return time.monotonic() - self._last_contact if self._watcher is not None else 0.0
-
-
-class _Peers:
-    """What one rank knows of the others from their heartbeats."""
-
-    def __init__(self, rank: int, size: int, identity: dict[str, Any], *, timeout: float) -> None:
-        self.others = [other for other in range(size) if other != rank]
-        self.identity = identity
-        self.timeout = timeout
-        self.beats: dict[int, dict[str, Any]] = {}
-        self.seen: dict[int, tuple[Any, float]] = {}
-        self.moved: dict[int, tuple[int, float]] = {}
-        self.started = time.monotonic()
-
-    def check(self, store: Any) -> MergeError | None:
-        """Return the error of the first rank that is dead, silent or stuck."""
-        now = time.monotonic()
-        for rank in self.others:
-            if not store.check([f"beat/{rank}"]):
-                if now - self.started > self.timeout:
-                    return PeerError(
-                        "peer-timeout",
-                        f"rank {rank} did not join within {self.timeout:.0f} s",
-                        rank=rank,
-                    )
-                continue
-            beat = json.loads(store.get(f"beat/{rank}"))
-            if beat.get("left"):
-                continue
-            error = self._check_one(rank, beat, now)
-            # The rank may have left between its last heartbeat and its end.
-            if error is not None and not json.loads(store.get(f"beat/{rank}")).get("left"):
-                return error
-        return None
-
-    def explain_lost_store(self) -> MergeError:
-        """Name the dead rank that held the store, where it can be seen from here."""
-        time.sleep(BEAT_SECONDS)  # a dying process is not gone at once
-        dead = [rank for rank, beat in self.beats.items() if self._is_dead(beat)]
-        if dead:
-            return self._make_death(dead[0])
-        return PeerError(
-            "peer-lost",
-            "the store through which the ranks talk is gone: its process ended",
-            hint="see the launcher's summary for the rank that failed first",
-        )
-
-    def _is_dead(self, beat: dict[str, Any]) -> bool:
-        same_host = beat["host"] == self.identity["host"] and beat["start"] is not None
-        return same_host and process_start(beat["pid"]) != beat["start"]
-
-    def _make_death(self, rank: int) -> MergeError:
-        return PeerError(
-            "peer-died",
-            f"rank {rank} ended without a word: it was killed or crashed",
-            rank=rank,
-            hint="look for an out-of-memory kill, then run again; nothing was published",
-        )
-
-    def _check_one(self, rank: int, beat: dict[str, Any], now: float) -> MergeError | None:
-        self.beats[rank] = beat
-        if self._is_dead(beat):
-            return self._make_death(rank)
-        if self.seen.get(rank, (None, now))[0] != beat["beat"]:
-            self.seen[rank] = (beat["beat"], now)
-        if now - self.seen[rank][1] > SILENCE_SECONDS:
-            return PeerError(
-                "peer-timeout",
-                f"rank {rank} gave no sign of life for {SILENCE_SECONDS:.0f} s",
-                rank=rank,
-                hint="its host or process is stopped or cut off",
-            )
-        mark = -1 if beat["waiting"] else beat["progress"]
-        if mark == -1 or self.moved.get(rank, (None, now))[0] != mark:
-            self.moved[rank] = (mark, now)
-        if now - self.moved[rank][1] > self.timeout:
-            return PeerError(
-                "peer-timeout",
-                f"rank {rank} made no progress for {self.timeout:.0f} s",
-                rank=rank,
-                hint="raise --timeout if its disk is only slow",
-            )
-        return None
 
 
 @contextmanager
@@ -419,58 +300,6 @@ def _own_store(store: Any, ranks: list[int]) -> Any:
     name = f"dist_merge/{'-'.join(map(str, ranks))}"
     arrivals = store.add(f"{name}/arrivals", 1)
     return PrefixStore(f"{name}/{(arrivals - 1) // len(ranks)}", store)
-
-
-def run_interruptibly(
-    group: Group, job: Callable[[], T], *, clean_up: Callable[[], None], patience: float = 5.0
-) -> T:
-    """Run `job` in a thread while this thread waits, takes signals and watches the store.
-
-    On a failure anywhere the job gets `patience` seconds to leave by itself; a thread that sits
-    inside a transfer with a dead peer is then left behind (it holds no file), and `clean_up` runs
-    here.
-
-    Raises:
-        MergeError: The first cause of any rank.
-    """
-    outcome: dict[str, Any] = {}
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            outcome["result"] = job()
-        except BaseException as error:
-            outcome["error"] = error
-            if isinstance(error, Exception):
-                group.report(as_merge_error(error, step="run"))
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=run, name="dist_merge-job", daemon=True)
-    thread.start()
-    try:
-        while not done.wait(0.1):
-            if group.stopped.is_set():
-                break
-            if group.silence() > SILENCE_SECONDS + 2 * BEAT_SECONDS:
-                group._fail(
-                    PeerError(
-                        "peer-timeout",
-                        f"no contact with the other ranks for {SILENCE_SECONDS:.0f} s",
-                        rank=group.rank,
-                        hint="rank 0 or the launcher is stopped or cut off",
-                    )
-                )
-    except BaseException as raised:
-        error = as_merge_error(raised, step="run") if isinstance(raised, Exception) else None
-        group.report(error or PeerError("interrupted", "interrupted from the keyboard"))
-    if not done.is_set() or "result" not in outcome:
-        done.wait(patience)
-        clean_up()
-        cause = group.cause or as_merge_error(outcome["error"], step="run")
-        raise cause from outcome.get("error")
-    result: T = outcome["result"]
-    return result
 
 
 def local_rank() -> int:

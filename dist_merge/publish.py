@@ -19,7 +19,7 @@ from typing import Any
 
 from .errors import TargetError
 from .files import encode_json, fsync_dir, write_new_file
-from .group import process_identity, process_start
+from .peers import process_identity, process_start
 
 OWNER_NAME = "owner.json"
 AT_FDCWD = -100
@@ -50,8 +50,7 @@ def check_target(target: Path, *, inputs: Sequence[Path], needed_nbytes: int) ->
         )
     resolved = parent.resolve() / target.name
     for path in inputs:
-        other = path.resolve()
-        if resolved == other or other in resolved.parents or resolved in other.parents:
+        if is_overlap(resolved, path.resolve()):
             raise TargetError(
                 "paths-overlap",
                 "the target lies inside an input, or an input inside the target",
@@ -68,6 +67,26 @@ def check_target(target: Path, *, inputs: Sequence[Path], needed_nbytes: int) ->
             found=f"{available} bytes free",
             hint="free some space, or choose another disk",
         )
+
+
+def check_inputs_apart(local_dir: Path, base_dir: Path) -> None:
+    """Refuse a checkpoint inside the base, or the base inside the checkpoint.
+
+    Raises:
+        TargetError: They overlap.
+    """
+    if is_overlap(local_dir.resolve(), base_dir.resolve()):
+        raise TargetError(
+            "paths-overlap",
+            "checkpoint and base model lie inside each other",
+            where=f"`{local_dir}` and `{base_dir}`",
+            hint="move the checkpoint out of the base model's folder",
+        )
+
+
+def is_overlap(first: Path, second: Path) -> bool:
+    """Tell whether two resolved paths are equal or one holds the other."""
+    return first == second or first in second.parents or second in first.parents
 
 
 def free_nbytes(folder: Path) -> int:

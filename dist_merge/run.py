@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,25 +13,25 @@ from typing import Any, TypeVar
 from .actor_config import check_actor_config
 from .architectures import find_architecture
 from .contracts import Transport
-from .errors import MergeError, PlanError
-from .files import sha256_file
-from .gather import gather_bucket, prepare_bucket
-from .group import Group, local_rank, open_group, run_interruptibly
+from .describe import describe_inventory, describe_plan
+from .errors import PlanError
+from .files import sha256_file, write_json
+from .group import Group, local_rank, open_group
 from .inspect_base import read_base
 from .inspect_sources import OpenSources, hash_sources, inspect_sources
+from .job import run_interruptibly
 from .layouts import LAYOUTS
 from .manifest import MANIFEST_NAME, make_manifest, producer_versions
+from .merge_shards import Hasher, merge_shards
 from .package import PackagedFiles, package_base_files, write_index
 from .plan import make_digest, make_plan
 from .progress import Progress, log
-from .publish import Staging, check_target, clear_dead_stagings
-from .records import BaseModel, Bucket, MergePlan, MergeResult
+from .publish import Staging, check_inputs_apart, check_target, clear_dead_stagings
+from .records import BaseModel, MergePlan, MergeResult
 from .request import ModelMergerConfig
 from .transports import open_transport
 from .validate import check_folder
-from .verify import compute_outputs, verify_output_shard
 from .wire import decode_base, encode_base
-from .write import ShardWriter
 
 T = TypeVar("T")
 
@@ -148,6 +147,8 @@ class MergeRun:
 
     def check_new_target(self) -> None:
         """Clear what killed runs left of this target, then check it."""
+        if self.config.base_model is not None:
+            check_inputs_apart(Path(self.config.local_dir), Path(self.config.base_model))
         self.notes += clear_dead_stagings(self.target)
         self.check_target(0)
 
@@ -260,18 +261,17 @@ class MergeRun:
     def merge_shards(
         self, plan: MergePlan, sources: OpenSources, *, transport: Transport
     ) -> dict[str, tuple[str, int]]:
-        """Gather, write and verify output shard by output shard; returns path -> SHA256, size."""
-        weights: dict[str, tuple[str, int]] = {}
+        """Gather, write and verify; returns path -> SHA256, size."""
         total = sum(shard.nbytes for shard in plan.output_shards)
         with Progress("merge", total_nbytes=total, enabled=self.talks) as progress:
-            for number in range(len(plan.output_shards)):
-                merger = ShardMerger(self, plan, number, progress)
-                for bucket in (b for b in plan.buckets if b.output_shard == number):
-                    merger.merge_bucket(bucket, sources=sources, transport=transport)
-                done = self.on_rank_0(f"verify/{number}", merger.finish)
-                if done is not None:
-                    weights[plan.output_shards[number].path] = done
-        return weights
+            return merge_shards(
+                plan,
+                artifact_dir=self.staging.artifact_dir if self.staging else None,
+                reader=sources.reader,
+                transport=transport,
+                group=self.group,
+                progress=progress,
+            )
 
     def package(self, plan: MergePlan, base: BaseModel) -> PackagedFiles:
         """Copy the frozen files and write the index. Ranks: rank 0 only."""
@@ -331,8 +331,6 @@ class MergeRun:
             versions=producer_versions(),
             dtype_changes=dict(plan.dtype_changes),
         )
-        from .files import write_json
-
         write_json(folder / MANIFEST_NAME, manifest)
         check_folder(folder, known_sha256=files)
 
@@ -384,114 +382,3 @@ class MergeRun:
             return report
         finally:
             self.clean_up()
-
-
-@dataclass
-class ShardMerger:
-    """Gathers, writes and verifies one output shard."""
-
-    run: MergeRun
-    plan: MergePlan
-    number: int
-    progress: Progress
-    writer: ShardWriter | None = None
-    source_digests: dict[str, Any] = field(default_factory=dict)
-    output_digests: dict[str, bytes] = field(default_factory=dict)
-
-    def merge_bucket(self, bucket: Bucket, *, sources: OpenSources, transport: Transport) -> None:
-        """Bring one bucket to rank 0, compute its output tensors and append them to the file.
-
-        Ranks: collective.
-        """
-        group = self.run.group
-        name = f"bucket/{bucket.index}"
-        held = group.prepare(
-            name, lambda: prepare_bucket(self.plan, bucket, reader=sources.reader, group=group)
-        )
-        gathered = gather_bucket(self.plan, bucket, held=held, transport=transport, group=group)
-        if gathered is None:
-            return
-        self.source_digests.update(gathered.digests)
-        shard = self.plan.output_shards[self.number]
-        if self.writer is None:
-            assert self.run.staging is not None
-            path = self.run.staging.artifact_dir / shard.path
-            path.parent.mkdir(exist_ok=True)
-            self.writer = ShardWriter(path, output_shard=shard, group=group)
-        for output, result, digest in compute_outputs(self.plan, bucket, gathered):
-            if digest is not None:
-                self.output_digests[output.name] = digest
-            self.writer.write(result)
-            self.progress.advance(result.nbytes)
-
-    def finish(self) -> tuple[str, int]:
-        """Sync the file, reopen it and compare it with its sources. Ranks: rank 0 only."""
-        assert self.writer is not None
-        sha256 = self.writer.finish()
-        nbytes = verify_output_shard(
-            self.plan,
-            self.plan.output_shards[self.number],
-            path=self.writer.path,
-            source_digests=self.source_digests,
-            output_digests=self.output_digests,
-            group=self.run.group,
-        )
-        return sha256, nbytes
-
-
-class Hasher:
-    """Runs a hashing job beside the gather; `join` returns its result or raises its error."""
-
-    def __init__(self, job: Callable[[], T]) -> None:
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
-        self._thread.start()
-
-    def _run(self, job: Callable[[], Any]) -> None:
-        try:
-            self._result = job()
-        except BaseException as error:
-            self._error = error
-
-    def join(self) -> Any:
-        """Wait for the job."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-
-def describe_inventory(sources: OpenSources) -> dict[str, Any]:
-    """What the checkpoint folder holds, as JSON-ready data."""
-    inventory = sources.inventory
-    tensors = {shard.fqn: shard for shard in inventory.shards}
-    dtypes: dict[str, int] = {}
-    for shard in tensors.values():
-        dtypes[shard.dtype] = dtypes.get(shard.dtype, 0) + 1
-    return {
-        "backend": inventory.backend,
-        "world_size": inventory.world_size,
-        "files": {file.path: file.nbytes for file in inventory.files},
-        "num_tensors": len(tensors),
-        "num_sharded_tensors": len({s.fqn for s in inventory.shards if not s.is_whole_copy}),
-        "dtypes": dtypes,
-        "actor_class": (inventory.actor_config or {}).get("_class_name"),
-        "notes": list(inventory.notes),
-    }
-
-
-def describe_plan(plan: MergePlan) -> dict[str, Any]:
-    """What a merge would do, as JSON-ready data."""
-    return {
-        "artifact_type": plan.artifact_type,
-        "architecture": plan.architecture,
-        "output_files": {shard.path: shard.nbytes for shard in plan.output_shards},
-        "num_tensors": sum(len(shard.tensors) for shard in plan.output_shards),
-        "num_buckets": len(plan.buckets),
-        "dtype_changes": {name: list(pair) for name, pair in plan.dtype_changes.items()},
-        "notes": list(plan.notes),
-    }
-
-
-__all__ = ["MergeError", "inspect_checkpoint", "merge_model"]

@@ -25,11 +25,11 @@ def plant(fault: str, rank: int, number: int) -> None:
 
         name = "read"
     elif fault.startswith("step-"):
-        from dist_merge.group import Group as owner  # type: ignore[assignment]  # noqa: N813
+        from dist_merge.group import Group as owner  # noqa: N813
 
         name = "agree"
     else:
-        from dist_merge.transports.gloo import GlooTransport as owner  # type: ignore  # noqa: N813
+        from dist_merge.transports.gloo import GlooTransport as owner  # noqa: N813
 
         name = "transfer"
     original = getattr(owner, name)

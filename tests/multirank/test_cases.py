@@ -106,6 +106,12 @@ def target_in_base(w: Workshop) -> None:
     w.config["target_dir"] = str(w.base() / "out")
 
 
+def source_in_base(w: Workshop) -> None:
+    actor = w.base() / "actor"
+    w.lab.copy_actor(actor)
+    w.config["local_dir"] = str(actor)
+
+
 def missing_rank_file(w: Workshop) -> None:
     (w.actor() / "model_world_size_2_rank_1.pt").unlink()
 
@@ -328,6 +334,7 @@ CASES: dict[Callable[[Workshop], None], tuple[str, str] | None] = {
     missing_parent: ("target-parent-missing", "does not exist"),
     target_in_source: ("paths-overlap", "inside an input"),
     target_in_base: ("paths-overlap", "inside an input"),
+    source_in_base: ("paths-overlap", "inside each other"),
     missing_rank_file: ("rank-files-missing", "no file for rank 1"),
     extra_rank_file: ("rank-files-extra", "rank 2"),
     mixed_world_sizes: ("mixed-world-sizes", "world sizes 2, 3"),

@@ -19,15 +19,16 @@ def merge_odd(written: Path, out: Path) -> None:
     """Merge every layout with the real steps and a base made from the reference's schema."""
     from dist_merge.architectures.identity import IdentityArchitecture
     from dist_merge.contracts import PipelineSpec
-    from dist_merge.group import open_group, run_interruptibly
+    from dist_merge.group import open_group
     from dist_merge.inspect_sources import inspect_sources
+    from dist_merge.job import run_interruptibly
     from dist_merge.layouts import LAYOUTS as OUTPUT_LAYOUTS
     from dist_merge.plan import make_plan
+    from dist_merge.publish import Staging
     from dist_merge.records import BaseModel
     from dist_merge.request import ModelMergerConfig
     from dist_merge.run import MergeRun
     from dist_merge.safetensors_header import read_header
-    from dist_merge.publish import Staging
 
     schema = read_header(written / "reference.safetensors").tensors
     base = BaseModel(
