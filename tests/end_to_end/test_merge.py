@@ -94,7 +94,7 @@ def test_merge_dtypes_preserved(lab: Lab, tmp_path: Path, dtype: str) -> None:
         target_dir=target,
         output_format="transformer",
         trust_checkpoint=True,
-        max_shard_size="100KB",
+        max_shard_size="40KB",
         quiet=True,
     )
     result = merge_model(config)
