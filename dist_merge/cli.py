@@ -152,7 +152,7 @@ def format_report(report: dict[str, Any], indent: str = "") -> str:
     """Lay out an inspection report as lines for people."""
     lines = []
     for name, value in report.items():
-        label = f"{indent}{name.replace('_', ' ')}"
+        label = indent + (name if indent else name.replace("_", " "))
         if isinstance(value, dict) and value:
             lines += [f"{label}:", format_report(value, indent + "  ")]
         elif isinstance(value, list):

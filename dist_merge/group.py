@@ -85,8 +85,13 @@ class Group:
         if self.stopped.is_set() and self._cause is not None:
             raise self._cause
 
-    def prepare(self, step: str, action: Callable[[], T]) -> T:
+    def prepare(self, step: str, action: Callable[[], T], *, is_shared: bool = False) -> T:
         """Run `action` here, then agree with all ranks that it worked everywhere.
+
+        Args:
+            step: Name of the step, the same on all ranks.
+            action: What may fail.
+            is_shared: The action is the same on all ranks, so its error is no single rank's.
 
         Ranks: collective; same steps in the same order on every rank.
         """
@@ -99,6 +104,8 @@ class Group:
                 raise
             error = as_merge_error(raised, step=step)
             error.__cause__ = raised
+            if error.rank is None and self.size > 1 and not is_shared:
+                error.rank = self.rank
         self.agree(step, error)
         return result
 
@@ -109,7 +116,7 @@ class Group:
         """
         self.check()
         if error is not None:
-            raise self.report(error)
+            raise self.report(error, is_shared=True)
         if self.size == 1:
             return
         key = f"agree/{step}"
@@ -144,9 +151,12 @@ class Group:
         parts = [self._get(f"data/{name}/{index}") for index in range(count)]
         return zlib.decompress(b"".join(parts))
 
-    def report(self, error: MergeError) -> MergeError:
-        """Record `error` as the first cause unless there is one; return the first cause."""
-        if error.rank is None and self.size > 1:
+    def report(self, error: MergeError, *, is_shared: bool = False) -> MergeError:
+        """Record `error` as the first cause unless there is one; return the first cause.
+
+        An error that is not the same on all ranks gets this rank's number, if it has none.
+        """
+        if error.rank is None and self.size > 1 and not is_shared and self._cause is None:
             error.rank = self.rank
         if self.size > 1 and self._cause is None:
             if isinstance(error, PeerError):

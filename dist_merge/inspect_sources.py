@@ -39,11 +39,13 @@ def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
     Ranks: collective.
     """
     local_dir = Path(config.local_dir)
-    source = choose_source(config)
+    source = group.prepare("choose-source", lambda: choose_source(config), is_shared=True)
     visible = group.prepare("list-sources", lambda: find_files(source, local_dir))
     listings = [decode_files(p) for p in group.exchange("listing", encode_files(visible))]
-    holders = group.prepare("deal-sources", lambda: deal_files(listings))
-    world_size = group.prepare("check-sources", lambda: source.check_complete(sorted(holders)))
+    holders = group.prepare("deal-sources", lambda: deal_files(listings), is_shared=True)
+    world_size = group.prepare(
+        "check-sources", lambda: source.check_complete(sorted(holders)), is_shared=True
+    )
     own = tuple(file for file in visible if holders[file.path] == group.rank)
     reader = group.prepare("open-sources", lambda: source.open(local_dir, own))
     shards = group.prepare("describe-sources", lambda: reader.describe(group.rank))

@@ -167,7 +167,9 @@ class MergeRun:
         base = self.inspect_base()
         actor = sources.inventory.actor_config
         if actor is not None:
-            self.group.prepare("check-config", lambda: check_actor_config(actor, base))
+            self.group.prepare(
+                "check-config", lambda: check_actor_config(actor, base), is_shared=True
+            )
         return sources, base
 
     def inspect_base(self) -> BaseModel:
@@ -201,7 +203,7 @@ class MergeRun:
                 config=self.config,
             )
 
-        plan = self.group.prepare("plan", make)
+        plan = self.group.prepare("plan", make, is_shared=True)
         digests = self.group.exchange("plan-digest", make_digest(plan))
 
         def compare() -> None:
@@ -212,7 +214,7 @@ class MergeRun:
                     hint="all ranks must run the same version with the same options",
                 )
 
-        self.group.prepare("compare-plans", compare)
+        self.group.prepare("compare-plans", compare, is_shared=True)
         return plan
 
     def log_plan(self, plan: MergePlan, *, needed: int) -> None:
