@@ -79,7 +79,8 @@ def main() -> None:
     text = run(*torchrun, "dist_merge", "merge", "--backend", "fsdp", *merge, "--trust-checkpoint")
     result = json.loads(text)
     say("rechecking the published folder without the sources")
-    run(sys.executable, "-m", "dist_merge", "test", "--test_hf_dir", str(output))
+    test = ["test", "--backend", "fsdp", "--test_hf_dir", str(output)]
+    run(sys.executable, "-m", "dist_merge", *test)
     check_reload(run_dir, output)
     say(
         f"done: {result['num_tensors']} tensors, {result['nbytes']} bytes of weights, "
