@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from .base_weights import is_weight_like
 from .errors import BaseModelError, make_list
-from .files import read_json
-from .pipeline_checks import MODEL_INDEX
+from .files import LOCATION_FIELDS, is_config, read_json
+from .manifest import MANIFEST_NAME
 from .records import SourceFile
 
-LOCATION_KEYS = ("_name_or_path", "name_or_path")
-MANIFEST = "merge_manifest.json"
 ADAPTER_DIR = "lora_adapter"
 
 
@@ -47,7 +44,7 @@ def sort_files(
                 copied.append(path)
         elif parts[0] not in components and (
             # What an earlier merge wrote beside the model describes the old weights.
-            path == MANIFEST or parts[0] == ADAPTER_DIR or is_weight_like(path)
+            path == MANIFEST_NAME or parts[0] == ADAPTER_DIR or is_weight_like(path)
         ):
             left_out.append(path)
         else:
@@ -77,10 +74,9 @@ def find_edited_configs(base_dir: Path, copied: Sequence[str]) -> dict[str, tupl
     """Find JSON configs with fields that only tell where a model lay on somebody's disk."""
     edited = {}
     for path in copied:
-        name = PurePosixPath(path).name
-        if name == MODEL_INDEX or fnmatchcase(name, "*config*.json"):
+        if is_config(path):
             data = read_json(base_dir / path, kind=BaseModelError)
-            keys = tuple(k for k in LOCATION_KEYS if isinstance(data, dict) and k in data)
+            keys = tuple(k for k in LOCATION_FIELDS if isinstance(data, dict) and k in data)
             if keys:
                 edited[path] = keys
     return edited

@@ -105,7 +105,7 @@ def is_safe_path(text: str) -> bool:
 def is_config(name: str) -> bool:
     """Tell whether a file of a model folder is a config that may hold a location field."""
     base = name.rpartition("/")[2]
-    return base == "model_index.json" or (base.endswith("config.json"))
+    return base == "model_index.json" or ("config" in base and base.endswith(".json"))
 
 
 def walk_files(root: Path, *, allow_links: bool = True) -> list[str]:

@@ -66,7 +66,7 @@ def make_manifest(
     trained_component: str,
     config_transform_files: Sequence[str],
     left_out: Sequence[str],
-    structure_checks: Mapping[str, str],
+    checks: Mapping[str, str],
     versions: Mapping[str, str],
     dtype_changes: Mapping[str, tuple[str, str]],
 ) -> dict[str, Any]:
@@ -99,8 +99,7 @@ def make_manifest(
         "producer": dict(versions),
         "verification": {
             **dict.fromkeys(LAYERS, "passed"),
-            "runtime": "not_run",
-            **structure_checks,
+            **checks,
         },
     }
 

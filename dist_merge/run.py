@@ -21,6 +21,7 @@ from .inspect_base import read_base
 from .inspect_sources import OpenSources, hash_sources, inspect_sources
 from .job import run_interruptibly
 from .layouts import LAYOUTS
+from .load_check import check_load
 from .manifest import MANIFEST_NAME, make_manifest, producer_versions
 from .merge_shards import Hasher, merge_shards
 from .package import PackagedFiles, package_base_files, write_index
@@ -29,6 +30,7 @@ from .progress import Progress, log
 from .publish import Staging, check_inputs_apart, check_target, clear_dead_stagings
 from .records import BaseModel, MergePlan, MergeResult
 from .request import ModelMergerConfig
+from .safetensors_header import read_header
 from .transports import open_transport
 from .validate import check_folder
 from .wire import decode_base, encode_base
@@ -329,12 +331,20 @@ class MergeRun:
             trained_component=base.component,
             config_transform_files=list(packaged.config_transform_files),
             left_out=list(base.left_out),
-            structure_checks={"model_class_check": base.model_class_check},
+            checks={"model_class_check": base.model_class_check, "runtime": self.check_load(plan)},
             versions=producer_versions(),
             dtype_changes=dict(plan.dtype_changes),
         )
         write_json(folder / MANIFEST_NAME, manifest)
         check_folder(folder, known_sha256=files)
+
+    def check_load(self, plan: MergePlan) -> str:
+        """Check that the staged weights load with the staged config. Ranks: rank 0 only."""
+        assert self.staging is not None
+        folder = self.staging.artifact_dir
+        headers = [read_header(folder / shard.path) for shard in plan.output_shards]
+        tensors = {n: entry.spec for header in headers for n, entry in header.tensors.items()}
+        return check_load(folder, directory=plan.tensor_directory, tensors=tensors)
 
     def publish(self) -> None:
         """Rename the staging folder onto the target. Ranks: rank 0 only."""

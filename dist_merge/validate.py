@@ -8,6 +8,7 @@ from typing import Any
 
 from .errors import ArtifactError, make_list
 from .files import LOCATION_FIELDS, is_config, read_json, sha256_file, walk_files
+from .load_check import check_load
 from .manifest import MANIFEST_NAME, Manifest, parse_manifest
 from .records import TensorSpec
 from .safetensors_header import read_header
@@ -34,7 +35,13 @@ def validate_artifact(path: str | Path) -> dict[str, Any]:
             expected=f"a folder with `{MANIFEST_NAME}`",
             hint="pass the merge's target folder",
         )
-    return check_folder(folder)
+    report = check_folder(folder)
+    data = read_json(folder / MANIFEST_NAME)
+    tensors = {n: TensorSpec(tuple(t["shape"]), t["dtype"]) for n, t in data["tensors"].items()}
+    report["checks"]["load"] = check_load(
+        folder, directory=data["tensor_directory"], tensors=tensors
+    )
+    return report
 
 
 def check_folder(folder: Path, *, known_sha256: Mapping[str, str] | None = None) -> dict[str, Any]:

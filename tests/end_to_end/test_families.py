@@ -46,6 +46,7 @@ def merge(family: Path, target: Path, dtype: str) -> dict[str, torch.Tensor]:
     )
     manifest = json.loads((target / "merge_manifest.json").read_text())
     assert manifest["verification"]["model_class_check"] == "passed"
+    assert manifest["verification"]["runtime"] == "passed"
     return load_file(target / "diffusion_pytorch_model.safetensors")
 
 

@@ -54,7 +54,7 @@ def make_published(folder: Path) -> Path:
         trained_component="transformer",
         config_transform_files=[],
         left_out=[],
-        structure_checks={},
+        checks={},
         versions={},
         dtype_changes={},
     )
