@@ -50,7 +50,7 @@ def add_merge_options(parser: argparse.ArgumentParser, *, is_merge: bool) -> Non
         help="acknowledge pickle input; no code from it is run",
     )
     base = parser.add_argument_group("base model")
-    add_option(base, "base_model", required=is_merge, help="base pipeline or lone transformer")
+    add_option(base, "base_model", help="base pipeline or lone transformer")
     add_option(base, "component", choices=COMPONENTS, default="transformer")
     add_option(base, "trust_remote_code", action="store_true", help="copy Python files of the base")
     parser.add_argument_group("base model")
@@ -68,6 +68,16 @@ def add_merge_options(parser: argparse.ArgumentParser, *, is_merge: bool) -> Non
     add_option(output, "output_format", choices=OUTPUT_FORMATS, default="pipeline")
     add_option(output, "dtype", choices=DTYPE_CHOICES, default="preserve")
     add_option(output, "max_shard_size", default="2GiB", help="bytes, or 2GiB / 5GB")
+    adapter = parser.add_argument_group("LoRA")
+    add_option(adapter, "adapter_name", default="default", help="which adapter of the checkpoint")
+    add_option(adapter, "fuse_lora", action="store_true", help="fold it into the weights")
+    add_option(adapter, "lora_config", help="adapter_config.json that states r, alpha and the rest")
+    add_option(
+        adapter,
+        "allow_suspicious_zeros",
+        action="store_true",
+        help="accept an adapter of which one rank's rows seem to be lost",
+    )
     run = parser.add_argument_group("run")
     add_option(run, "comm_backend", choices=COMM_BACKENDS, default="auto")
     add_option(run, "buffer_size", default="256MiB", help="transfer buffer")

@@ -29,9 +29,11 @@ class PipelineFacts:
 
 
 def read_base(
-    base_dir: Path, *, component: str, output_format: str, trust_remote_code: bool
+    base_dir: Path, *, component: str, output_format: str | None, trust_remote_code: bool
 ) -> BaseModel:
     """Read and check a base pipeline, or a lone transformer. Headers only, no tensor bytes.
+
+    Without `output_format` nothing is published of the base: only its schema is read.
 
     Raises:
         BaseModelError: The base is incomplete, contradicts itself, or is not supported.
@@ -44,7 +46,8 @@ def read_base(
     folder = component if is_pipeline else "."
     config = read_component_config(base_dir, folder=folder, paths=paths)
     architecture = find_architecture(config["_class_name"])
-    check_output_format(architecture, is_pipeline=is_pipeline, output_format=output_format)
+    if output_format is not None:
+        check_output_format(architecture, is_pipeline=is_pipeline, output_format=output_format)
     pipeline = None
     if is_pipeline:
         pipeline = read_pipeline(
@@ -66,7 +69,8 @@ def read_base(
         folder=folder,
         components=pipeline.components if pipeline and output_format == "pipeline" else None,
     )
-    check_remote_code(files.copied, trust_remote_code=trust_remote_code)
+    if output_format is not None:
+        check_remote_code(files.copied, trust_remote_code=trust_remote_code)
     base = BaseModel(
         is_pipeline=is_pipeline,
         pipeline_class=pipeline.class_name if pipeline else None,

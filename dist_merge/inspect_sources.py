@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .actor_config import read_actor_config
+from .adapters.keys import parse_key
 from .contracts import Source, SourceReader
 from .errors import RequestError, SourceError
 from .files import sha256_file
@@ -52,7 +53,11 @@ def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
     described = [
         decode_shards(p) for p in group.exchange("shards", encode_shards(shards, reader.notes()))
     ]
-    actor_config, sha256 = read_shared_config(config, group=group)
+    # An adapter that is only exported needs no config of the model.
+    needs_config = config.fuse_lora or not all(
+        parse_key(shard.fqn) for shards, _ in described for shard in shards
+    )
+    actor_config, sha256 = read_shared_config(config, group=group, is_needed=needs_config)
     files = {file.path: file for listing in listings for file in listing}
     inventory = SourceInventory(
         backend=source.backend,
@@ -123,7 +128,7 @@ def _natural(path: str) -> list[Any]:
 
 
 def read_shared_config(
-    config: ModelMergerConfig, *, group: Group
+    config: ModelMergerConfig, *, group: Group, is_needed: bool
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Read the actor's config on rank 0 and hand it to all ranks."""
     import json
@@ -133,6 +138,8 @@ def read_shared_config(
     def read() -> bytes:
         if group.rank != 0:
             return b""
+        if not is_needed and not (folder / "config.json").is_file():
+            return json.dumps([None, None]).encode()
         return json.dumps(read_actor_config(folder)).encode()
 
     payload = group.prepare("read-actor-config", read)

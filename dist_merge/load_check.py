@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from .architectures import ARCHITECTURES
+from .architectures import find_trained
 from .errors import ArtifactError, make_list
 from .files import read_json
 from .model_class import read_class_facts
@@ -36,8 +36,8 @@ def check_load(folder: Path, *, directory: str, tensors: Mapping[str, TensorSpec
     """
     config = read_json(folder / directory / "config.json")
     name = config.get("_class_name") if isinstance(config, dict) else None
-    architecture = next((a for a in ARCHITECTURES if a.transformer_class == name), None)
-    if architecture is None or architecture.trained_class != name:
+    architecture = find_trained(str(name))
+    if architecture is None:
         return NOT_RUN
     facts = read_class_facts(architecture, config)
     if facts is None:

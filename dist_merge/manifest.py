@@ -73,7 +73,7 @@ def make_manifest(
     """Return the manifest of a finished output."""
     tensors = {
         tensor.name: {"shape": list(tensor.spec.shape), "dtype": tensor.spec.dtype}
-        for shard in plan.output_shards
+        for shard in plan.weight_shards
         for tensor in shard.tensors
     }
     return {

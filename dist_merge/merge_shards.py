@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .adapters.watch import AdapterWatch
 from .contracts import SourceReader, Transport
 from .gather import gather_bucket, prepare_bucket
 from .group import Group
@@ -27,6 +28,7 @@ def merge_shards(
     transport: Transport,
     group: Group,
     progress: Progress,
+    watch: AdapterWatch | None = None,
 ) -> dict[str, tuple[str, int]]:
     """Gather, write and verify output shard by output shard.
 
@@ -37,6 +39,7 @@ def merge_shards(
         transport: Carries boxes to rank 0.
         group: The ranks.
         progress: Told about written bytes.
+        watch: On rank 0, looks at an adapter's values as they pass.
 
     Returns:
         On rank 0 the written files: path -> SHA256, size in bytes. Empty on other ranks.
@@ -45,7 +48,7 @@ def merge_shards(
     """
     weights: dict[str, tuple[str, int]] = {}
     for number, shard in enumerate(plan.output_shards):
-        merger = ShardMerger(plan, number, artifact_dir, group, progress)
+        merger = ShardMerger(plan, number, artifact_dir, group, progress, watch)
         for bucket in (b for b in plan.buckets if b.output_shard == number):
             merger.merge_bucket(bucket, reader=reader, transport=transport)
         finish = merger.finish if group.rank == 0 else nothing
@@ -68,6 +71,7 @@ class ShardMerger:
     artifact_dir: Path | None
     group: Group
     progress: Progress
+    watch: AdapterWatch | None = None
     writer: ShardWriter | None = None
     source_digests: dict[str, Any] = field(default_factory=dict)
     output_digests: dict[str, bytes] = field(default_factory=dict)
@@ -87,14 +91,18 @@ class ShardMerger:
             return
         self.source_digests.update(gathered.digests)
         shard = self.plan.output_shards[self.number]
+        if self.watch is not None:
+            self.watch.see_sources(gathered.tensors)
         if self.writer is None:
             assert self.artifact_dir is not None
             path = self.artifact_dir / shard.path
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             self.writer = ShardWriter(path, output_shard=shard, group=group)
         for output, result, digest in compute_outputs(self.plan, bucket, gathered):
             if digest is not None:
                 self.output_digests[output.name] = digest
+            if self.watch is not None and not shard.is_adapter:
+                self.watch.see_output(output, result, gathered.tensors)
             self.writer.write(result)
             self.progress.advance(result.nbytes)
 

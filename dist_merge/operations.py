@@ -128,6 +128,13 @@ def make_spec(expression: Expression, sources: Mapping[str, TensorSpec]) -> Tens
     return expression.operation.make_spec([make_spec(o, sources) for o in expression.operands])
 
 
+def substitute(expression: Expression, values: Mapping[str, Expression]) -> Expression:
+    """Replace every leaf by the expression `values` has for its name."""
+    if isinstance(expression, Read):
+        return values[expression.fqn]
+    return Apply(expression.operation, tuple(substitute(o, values) for o in expression.operands))
+
+
 def list_inputs(expression: Expression) -> tuple[str, ...]:
     """FQNs an expression reads, in order of evaluation."""
     if isinstance(expression, Read):

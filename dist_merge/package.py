@@ -80,10 +80,10 @@ def write_index(plan: MergePlan, artifact_dir: Path) -> None:
     assert plan.index_path is not None
     weight_map = {
         tensor.name: Path(shard.path).name
-        for shard in plan.output_shards
+        for shard in plan.weight_shards
         for tensor in shard.tensors
     }
-    total = sum(shard.nbytes for shard in plan.output_shards)
+    total = sum(shard.nbytes for shard in plan.weight_shards)
     write_json(
         artifact_dir / plan.index_path,
         {"metadata": {"total_size": total}, "weight_map": weight_map},

@@ -8,11 +8,18 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
+from .adapters.export import make_adapter_shards, name_base
+from .adapters.keys import sort_names
+from .adapters.notes import describe_adapter
+from .adapters.resolve import resolve_adapter
+from .adapters.settings import ADAPTER_DIR, AdapterSettings
+from .base_reader import is_base_file
 from .contracts import Architecture, OutputLayout
 from .errors import PlanError, SourceError, make_list
-from .operations import Apply, Cast, Expression, list_inputs, make_spec
+from .operations import Apply, Cast, Expression, list_inputs, make_spec, substitute
 from .records import (
     DTYPES,
     FLOATING_DTYPES,
@@ -42,20 +49,39 @@ def make_plan(
     architecture: Architecture,
     layout: OutputLayout,
     config: ModelMergerConfig,
+    settings: AdapterSettings | None = None,
 ) -> MergePlan:
     """Match sources with the base's schema and lay out every output file.
 
+    `settings` are the strength of the adapter, where the checkpoint has adapters.
+
     Raises:
-        PlanError: Keys, shapes or dtypes of checkpoint and base do not match one to one.
+        PlanError: Keys, shapes or dtypes of checkpoint and base do not match one to one, or the
+            adapter cannot be right.
         SourceError: Boxes of a tensor leave a hole, overlap, or disagree.
     """
     notes: list[str] = []
     sources = make_source_tensors(inventory.shards, world_size=inventory.world_size, notes=notes)
     specs = {fqn: source.spec for fqn, source in sources.items()}
-    expressions = architecture.make_expressions(base, specs)
-    check_names(expressions, base=base, specs=specs)
+    resolved = resolve_adapter(
+        sort_names(shard.fqn for shard in inventory.shards if not is_base_file(shard.source_file)),
+        specs=specs,
+        settings=settings,
+        adapter=config.adapter_name,
+        is_fused=config.fuse_lora,
+        base_tensors=base.tensors,
+    )
+    model_specs = {name: make_spec(e, specs) for name, e in resolved.expressions.items()}
+    expressions = architecture.make_expressions(base, model_specs)
+    check_names(expressions, base=base, specs=model_specs)
     outputs = [
-        make_output(name, expressions[name], specs=specs, base=base, config=config)
+        make_output(
+            name,
+            substitute(expressions[name], resolved.expressions),
+            specs=specs,
+            base=base,
+            config=config,
+        )
         for name in sorted(expressions)
     ]
     directory = layout.tensor_directory(base)
@@ -69,16 +95,84 @@ def make_plan(
         for output in outputs
         if base.tensors[output.name].dtype != output.spec.dtype
     }
-    return MergePlan(
-        artifact_type=layout.artifact_type(base),
-        architecture=base.pipeline_class or next(iter(architecture.pipelines)),
-        tensor_directory=directory,
-        sources=sources,
+    return add_adapter(
+        MergePlan(
+            artifact_type=layout.artifact_type(base),
+            architecture=base.pipeline_class or next(iter(architecture.pipelines)),
+            tensor_directory=directory,
+            sources=sources,
+            output_shards=shards,
+            index_path=f"{prefix}{stem}.safetensors.index.json" if len(shards) > 1 else None,
+            buckets=(),
+            dtype_changes=changes,
+            notes=tuple(notes),
+            adapter=resolved.plan,
+            world_size=inventory.world_size,
+        ),
+        modules={name.rpartition(".")[0] for name in model_specs},
+        config=config,
+    )
+
+
+def make_adapter_plan(
+    inventory: SourceInventory,
+    *,
+    base: BaseModel | None,
+    config: ModelMergerConfig,
+    settings: AdapterSettings | None,
+) -> MergePlan:
+    """Plan the adapter folder of a checkpoint that holds adapters and nothing else.
+
+    `base` is what the adapter is checked against, where it is at hand.
+
+    Raises:
+        PlanError: The adapter is incomplete or cannot be right.
+        SourceError: Boxes of a tensor leave a hole, overlap, or disagree.
+    """
+    notes: list[str] = []
+    sources = make_source_tensors(inventory.shards, world_size=inventory.world_size, notes=notes)
+    resolved = resolve_adapter(
+        sort_names(sources),
+        specs={fqn: source.spec for fqn, source in sources.items()},
+        settings=settings,
+        adapter=config.adapter_name,
+        is_fused=False,
+        base_tensors=base.tensors if base is not None and not base.is_native else None,
+    )
+    return add_adapter(
+        MergePlan(
+            artifact_type="peft_adapter",
+            architecture="peft",
+            tensor_directory=ADAPTER_DIR,
+            sources=sources,
+            output_shards=(),
+            index_path=None,
+            buckets=(),
+            dtype_changes={},
+            notes=tuple(notes),
+            adapter=resolved.plan,
+            world_size=inventory.world_size,
+        ),
+        modules={name.rpartition(".")[0] for name in base.tensors} if base is not None else (),
+        config=config,
+    )
+
+
+def add_adapter(plan: MergePlan, *, modules: Iterable[str], config: ModelMergerConfig) -> MergePlan:
+    """Add the adapter folder's files, leave out unused sources, and cut everything into buckets."""
+    specs = {fqn: source.spec for fqn, source in plan.sources.items()}
+    shards = plan.output_shards
+    if plan.adapter is not None and not plan.adapter.is_fused:
+        shards += make_adapter_shards(
+            plan.adapter, specs=specs, base_name=name_base(config.base_model), modules=modules
+        )
+    used = {fqn for shard in shards for tensor in shard.tensors for fqn in tensor.inputs}
+    return replace(
+        plan,
+        sources={fqn: source for fqn, source in plan.sources.items() if fqn in used},
         output_shards=shards,
-        index_path=f"{prefix}{stem}.safetensors.index.json" if len(shards) > 1 else None,
         buckets=make_buckets(shards, specs=specs, max_nbytes=int(config.buffer_size)),
-        dtype_changes=changes,
-        notes=tuple(notes),
+        notes=(*plan.notes, *describe_adapter(plan.adapter)),
     )
 
 

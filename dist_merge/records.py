@@ -124,6 +124,11 @@ class BaseModel:
     trained_class: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the base's tensors have other names than those of the live module."""
+        return bool(self.trained_class) and self.trained_class != self.transformer_class
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedBox:
@@ -163,11 +168,15 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class OutputShard:
-    """One safetensors file of the result; tensors in the order they are written."""
+    """One safetensors file of the result; tensors in the order they are written.
+
+    `is_adapter` tells a file of the adapter folder from one of the model's weights.
+    """
 
     path: str
     metadata: Mapping[str, str]
     tensors: tuple[OutputTensor, ...]
+    is_adapter: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -185,9 +194,52 @@ class Bucket:
     inputs: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ExportedTensor:
+    """One tensor of an adapter folder: its key without any library's prefix, and its source."""
+
+    key: str
+    fqn: str
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """One LoRA adapter of the checkpoint, and what becomes of it.
+
+    Ranks, alphas and scalings are by module. `folded` are the plain names of the tensors that an
+    adapter is folded into; `exports` the tensors of the adapter folder; `factors` the FQNs of
+    all factors. `base_weights` says whose weights it acts on: `checkpoint` or `base_model`.
+    """
+
+    name: str
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    use_dora: bool
+    lora_bias: bool
+    bias: str
+    fan_in_fan_out: bool
+    source: str
+    assumed: tuple[str, ...]
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    scalings: Mapping[str, float]
+    saved_modules: tuple[str, ...]
+    excluded_adapters: tuple[str, ...]
+    is_fused: bool
+    base_weights: str
+    folded: tuple[str, ...]
+    exports: tuple[ExportedTensor, ...]
+    factors: tuple[str, ...]
+    changes_base: bool
+
+
 @dataclass(frozen=True)
 class MergePlan:
-    """The whole job as data; every rank makes it and the ranks compare its digest."""
+    """The whole job as data; every rank makes it and the ranks compare its digest.
+
+    `world_size` is that of the training run.
+    """
 
     artifact_type: str
     architecture: str
@@ -198,6 +250,18 @@ class MergePlan:
     buckets: tuple[Bucket, ...]
     dtype_changes: Mapping[str, tuple[str, str]]
     notes: tuple[str, ...] = ()
+    adapter: AdapterPlan | None = None
+    world_size: int = 1
+
+    @property
+    def weight_shards(self) -> tuple[OutputShard, ...]:
+        """The files of the model's weights."""
+        return tuple(shard for shard in self.output_shards if not shard.is_adapter)
+
+    @property
+    def adapter_shards(self) -> tuple[OutputShard, ...]:
+        """The files of the adapter folder."""
+        return tuple(shard for shard in self.output_shards if shard.is_adapter)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,10 @@ class ModelMergerConfig:
     component: str = "transformer"
     dtype: str = "preserve"
     max_shard_size: int | str = 2 * 2**30
+    adapter_name: str = "default"
+    fuse_lora: bool = False
+    lora_config: str | Path | None = None
+    allow_suspicious_zeros: bool = False
     trust_checkpoint: bool = False
     trust_remote_code: bool = False
     compare_base: bool = True
@@ -77,7 +81,13 @@ class ModelMergerConfig:
                 raise RequestError(
                     "bad-option", f"`{name}` is {value!r}", expected=", ".join(choices)
                 )
-        for name in ("local_dir", "target_dir", "base_model", "hf_model_config_path"):
+        for name in (
+            "local_dir",
+            "target_dir",
+            "base_model",
+            "hf_model_config_path",
+            "lora_config",
+        ):
             value = getattr(self, name)
             if value is not None:
                 if not str(value) or "\0" in str(value):
@@ -87,9 +97,18 @@ class ModelMergerConfig:
             object.__setattr__(self, name, parse_size(getattr(self, name), option=name))
         if not 0 < float(self.timeout) < 10**9:
             raise RequestError("bad-option", f"`timeout` is {self.timeout!r}", expected="seconds")
+        if not self.adapter_name or "." in self.adapter_name:
+            raise RequestError(
+                "bad-option",
+                f"`adapter_name` is {self.adapter_name!r}",
+                expected="a name without dots",
+            )
         if self.operation == "merge":
-            for name in ("target_dir", "base_model"):
-                if getattr(self, name) is None:
-                    raise RequestError(
-                        "missing-option", f"`{name}` is needed for a merge", hint=f"pass --{name}"
-                    )
+            self.require("target_dir")
+
+    def require(self, name: str) -> None:
+        """Raise RequestError when an option that this run needs is missing."""
+        if getattr(self, name) is None:
+            raise RequestError(
+                "missing-option", f"`{name}` is needed for a merge", hint=f"pass --{name}"
+            )

@@ -6,33 +6,33 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .actor_config import check_actor_config
-from .architectures import find_architecture
+from .adapters.keys import sort_names
+from .adapters.watch import AdapterWatch
+from .base_reader import BaseReader, ReaderWithBase
 from .contracts import Transport
 from .describe import describe_inventory, describe_plan
 from .errors import PlanError
-from .files import sha256_file, write_json
+from .files import sha256_file
+from .finish import finish_folder
 from .group import Group, local_rank, open_group
 from .inspect_base import read_base
 from .inspect_sources import OpenSources, hash_sources, inspect_sources
 from .job import run_interruptibly
 from .layouts import LAYOUTS
-from .load_check import check_load
-from .manifest import MANIFEST_NAME, make_manifest, producer_versions
+from .merge_job import Job, MergedShards, inspect_adapter
 from .merge_shards import Hasher, merge_shards
-from .package import PackagedFiles, package_base_files, write_index
-from .plan import make_digest, make_plan
+from .package import PackagedFiles, check_unchanged, package_base_files
+from .plan import make_digest
 from .progress import Progress, log
 from .publish import Staging, check_inputs_apart, check_target, clear_dead_stagings
 from .records import BaseModel, MergePlan, MergeResult
 from .request import ModelMergerConfig
-from .safetensors_header import read_header
 from .transports import open_transport
-from .validate import check_folder
 from .wire import decode_base, encode_base
 
 T = TypeVar("T")
@@ -77,6 +77,7 @@ class MergeRun:
     group: Group
     staging: Staging | None = None
     sources: OpenSources | None = None
+    base_reader: BaseReader | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -102,6 +103,8 @@ class MergeRun:
             self.staging.discard()
         if self.sources is not None:
             self.sources.reader.close()
+        if self.base_reader is not None:
+            self.base_reader.close()
 
     def execute(self) -> MergeResult:
         """Walk the whole line. Ranks: collective."""
@@ -113,33 +116,32 @@ class MergeRun:
     def _execute(self) -> MergeResult:
         self.on_rank_0("check-target", self.check_new_target)
         with self.timed("inspect"):
-            sources, base = self.inspect()
+            job = self.inspect()
         with self.timed("plan"):
-            plan = self.plan(sources, base)
-        needed = sum(s.nbytes for s in plan.output_shards) + sum(f.nbytes for f in base.files)
+            plan = self.plan(job)
+        needed = sum(s.nbytes for s in plan.output_shards) + job.copied_nbytes
         self.on_rank_0("check-space", lambda: self.check_target(needed))
         self.staging = self.on_rank_0("stage", lambda: Staging.create(self.target))
         self.log_plan(plan, needed=needed)
-        hasher = Hasher(lambda: self.hash_inputs(sources, base))
+        hasher = Hasher(lambda: self.hash_inputs(job))
         with self.timed("transport"):
             transport = self.group.prepare("open-transport", self.open_transport)
         try:
             with self.timed("merge"):
-                weights = self.merge_shards(plan, sources, transport=transport)
+                merged = self.merge_shards(plan, job, transport=transport)
         finally:
             transport.close()
         with self.timed("package"):
-            packaged = self.on_rank_0("package", lambda: self.package(plan, base))
+            packaged = self.on_rank_0("package", lambda: self.package(job))
         with self.timed("hash"):
             own_hashes = self.group.prepare("hash-sources", hasher.join)
         hashes = self.group.exchange("hashes", json.dumps(own_hashes).encode())
         with self.timed("publish"):
-            self.on_rank_0(
-                "finish",
-                lambda: self.finish(plan, base, sources, packaged, weights, hashes),
+            result = self.on_rank_0(
+                "finish", lambda: self.finish(plan, job, packaged, merged, hashes)
             )
             self.on_rank_0("publish", self.publish)
-        return self.share_result(plan, sources, packaged, weights)
+        return self.share_result(result)
 
     @property
     def target(self) -> Path:
@@ -163,49 +165,57 @@ class MergeRun:
             needed_nbytes=needed_nbytes,
         )
 
-    def inspect(self) -> tuple[OpenSources, BaseModel]:
-        """Describe the checkpoint and the base, and compare their configs."""
+    def inspect(self) -> Job:
+        """Describe the checkpoint and what it is merged with, and compare their configs."""
         self.sources = sources = inspect_sources(self.config, group=self.group)
-        base = self.inspect_base()
+        names = self.group.prepare(
+            "sort-names",
+            lambda: sort_names(shard.fqn for shard in sources.inventory.shards),
+            is_shared=True,
+        )
+        settings = inspect_adapter(self.config, names, group=self.group)
+        is_adapter_alone = names.is_lora_only and not self.config.fuse_lora
+        base = self.inspect_base(is_needed=not is_adapter_alone)
         actor = sources.inventory.actor_config
-        if actor is not None:
+        if actor is not None and base is not None:
             self.group.prepare(
                 "check-config", lambda: check_actor_config(actor, base), is_shared=True
             )
-        return sources, base
+        job = Job(self.config, sources, base, names, settings)
+        if self.group.rank == 0 and base is not None:
+            self.base_reader = BaseReader(Path(str(self.config.base_model)), base)
+            if job.reads_base:
+                reader = ReaderWithBase(sources.reader, self.base_reader)
+                job.sources = self.sources = replace(sources, reader=reader)
+        return job
 
-    def inspect_base(self) -> BaseModel:
-        """Read the base on rank 0 and hand its description to all ranks."""
-        assert self.config.base_model is not None
-        folder = Path(self.config.base_model)
+    def inspect_base(self, *, is_needed: bool) -> BaseModel | None:
+        """Read the base on rank 0 and hand its description to all ranks.
+
+        An adapter alone needs no base; it is checked against one that is at hand.
+        """
 
         def read() -> bytes:
+            folder = self.config.base_model
+            if is_needed:
+                self.config.require("base_model")
+            elif folder is None or not Path(folder).is_dir():
+                return b""
             base = read_base(
-                folder,
+                Path(str(folder)),
                 component=self.config.component,
-                output_format=self.config.output_format,
+                output_format=self.config.output_format if is_needed else None,
                 trust_remote_code=self.config.trust_remote_code,
             )
             return encode_base(base)
 
         payload = self.on_rank_0("read-base", read) or b""
-        return decode_base(self.group.exchange("base", payload)[0])
+        shared = self.group.exchange("base", payload)[0]
+        return decode_base(shared) if shared else None
 
-    def plan(self, sources: OpenSources, base: BaseModel) -> MergePlan:
+    def plan(self, job: Job) -> MergePlan:
         """Make the plan on every rank and compare the digests before a byte moves."""
-        architecture = find_architecture(base.transformer_class)
-
-        def make() -> MergePlan:
-            architecture.check_base(base)
-            return make_plan(
-                sources.inventory,
-                base=base,
-                architecture=architecture,
-                layout=LAYOUTS[self.config.output_format],
-                config=self.config,
-            )
-
-        plan = self.group.prepare("plan", make, is_shared=True)
+        plan = self.group.prepare("plan", job.make_plan, is_shared=True)
         digests = self.group.exchange("plan-digest", make_digest(plan))
 
         def compare() -> None:
@@ -241,16 +251,17 @@ class MergeRun:
         for note in notes:
             log(f"note: {note}", enabled=self.talks)
 
-    def hash_inputs(self, sources: OpenSources, base: BaseModel) -> dict[str, dict[str, str]]:
+    def hash_inputs(self, job: Job) -> dict[str, dict[str, str]]:
         """SHA256 of this rank's source files and, on rank 0, of the base's replaced weights."""
-        own = hash_sources(Path(self.config.local_dir), sources.own_files, group=self.group)
+        own = hash_sources(Path(self.config.local_dir), job.sources.own_files, group=self.group)
         replaced = {}
-        if self.group.rank == 0 and self.config.compare_base:
+        if self.group.rank == 0 and job.base is not None and job.hashes_base:
             folder = Path(str(self.config.base_model))
-            for file in base.replaced:
+            for file in job.base.replaced:
                 replaced[file.path] = sha256_file(
                     folder / file.path, on_progress=self.group.advance
                 )
+                check_unchanged(folder, file)
         return {"sources": own, "base": replaced}
 
     def open_transport(self) -> Transport:
@@ -262,24 +273,40 @@ class MergeRun:
             local_rank=local_rank(),
         )
 
-    def merge_shards(
-        self, plan: MergePlan, sources: OpenSources, *, transport: Transport
-    ) -> dict[str, tuple[str, int]]:
-        """Gather, write and verify; returns path -> SHA256, size."""
+    def merge_shards(self, plan: MergePlan, job: Job, *, transport: Transport) -> MergedShards:
+        """Gather, write and verify."""
         total = sum(shard.nbytes for shard in plan.output_shards)
+        watch = None
+        if plan.adapter is not None and self.group.rank == 0:
+            compares = job.hashes_base and not job.reads_base and not job.is_adapter_alone
+            watch = AdapterWatch(plan, plan.adapter, self.base_reader if compares else None)
         with Progress("merge", total_nbytes=total, enabled=self.talks) as progress:
-            return merge_shards(
+            files = merge_shards(
                 plan,
                 artifact_dir=self.staging.artifact_dir if self.staging else None,
-                reader=sources.reader,
+                reader=job.sources.reader,
                 transport=transport,
                 group=self.group,
                 progress=progress,
+                watch=watch,
             )
 
-    def package(self, plan: MergePlan, base: BaseModel) -> PackagedFiles:
-        """Copy the frozen files and write the index. Ranks: rank 0 only."""
+        def judge() -> list[str]:
+            if watch is None:
+                return []
+            return watch.finish(allow_zeros=self.config.allow_suspicious_zeros)
+
+        notes = self.group.prepare("check-adapter", judge)
+        for note in notes:
+            log(f"note: {note}", enabled=self.talks)
+        return MergedShards(files, tuple(notes), watch.counts if watch is not None else {})
+
+    def package(self, job: Job) -> PackagedFiles:
+        """Copy the frozen files. Ranks: rank 0 only."""
         assert self.staging is not None
+        base = job.base
+        if base is None or job.is_adapter_alone:
+            return PackagedFiles({}, {}, ())
         copies = LAYOUTS[self.config.output_format].copies(base)
         total = sum(file.nbytes for file in base.files if file.path in copies)
         with Progress("copy base", total_nbytes=total, enabled=self.talks) as progress:
@@ -299,80 +326,45 @@ class MergeRun:
     def finish(
         self,
         plan: MergePlan,
-        base: BaseModel,
-        sources: OpenSources,
+        job: Job,
         packaged: PackagedFiles | None,
-        weights: dict[str, tuple[str, int]],
+        merged: MergedShards,
         hashes: list[bytes],
-    ) -> None:
-        """Write index and manifest, and verify the whole folder. Ranks: rank 0 only."""
+    ) -> MergeResult:
+        """Write configs, index and manifests, and verify the whole folder. Ranks: rank 0 only."""
         assert self.staging is not None
         assert packaged is not None
         folder = self.staging.artifact_dir
         parts = [json.loads(payload) for payload in hashes]
-        files = dict(packaged.files) | {path: sha for path, (sha, _) in weights.items()}
-        if plan.index_path is not None:
-            write_index(plan, folder)
-            files[plan.index_path] = sha256_file(folder / plan.index_path)
-        inventory = sources.inventory
-        manifest = make_manifest(
+        manifest_path, num_files = finish_folder(
+            folder,
             plan=plan,
-            backend=inventory.backend,
-            dtype=self.config.dtype,
-            max_shard_size_bytes=int(self.config.max_shard_size),
+            job=job,
+            packaged=packaged,
+            merged=merged,
             source_files={k: v for part in parts for k, v in part["sources"].items()},
-            base_files={**packaged.base_files, **parts[0]["base"]},
-            files=files,
-            file_sizes={path: (folder / path).stat().st_size for path in files},
-            source_model_config={
-                "sha256": inventory.actor_config_sha256,
-                "logical_path": "huggingface/config.json",
-            },
-            trained_component=base.component,
-            config_transform_files=list(packaged.config_transform_files),
-            left_out=list(base.left_out),
-            checks={"model_class_check": base.model_class_check, "runtime": self.check_load(plan)},
-            versions=producer_versions(),
-            dtype_changes=dict(plan.dtype_changes),
+            replaced_files=parts[0]["base"],
         )
-        write_json(folder / MANIFEST_NAME, manifest)
-        check_folder(folder, known_sha256=files)
-
-    def check_load(self, plan: MergePlan) -> str:
-        """Check that the staged weights load with the staged config. Ranks: rank 0 only."""
-        assert self.staging is not None
-        folder = self.staging.artifact_dir
-        headers = [read_header(folder / shard.path) for shard in plan.output_shards]
-        tensors = {n: entry.spec for header in headers for n, entry in header.tensors.items()}
-        return check_load(folder, directory=plan.tensor_directory, tensors=tensors)
+        return MergeResult(
+            output_dir=str(self.target),
+            manifest_path=str(self.target / manifest_path),
+            artifact_type=plan.artifact_type,
+            architecture=plan.architecture,
+            num_tensors=sum(len(shard.tensors) for shard in plan.output_shards),
+            num_files=num_files,
+            nbytes=sum(shard.nbytes for shard in plan.output_shards),
+            seconds=self.seconds,
+            notes=(*plan.notes, *merged.notes, *job.sources.inventory.notes),
+        )
 
     def publish(self) -> None:
         """Rename the staging folder onto the target. Ranks: rank 0 only."""
         assert self.staging is not None
         self.staging.publish()
 
-    def share_result(
-        self,
-        plan: MergePlan,
-        sources: OpenSources,
-        packaged: PackagedFiles | None,
-        weights: dict[str, tuple[str, int]],
-    ) -> MergeResult:
+    def share_result(self, result: MergeResult | None) -> MergeResult:
         """Hand rank 0's result to all ranks."""
-        payload = b""
-        if packaged is not None:
-            result = MergeResult(
-                output_dir=str(self.target),
-                manifest_path=str(self.target / MANIFEST_NAME),
-                artifact_type=plan.artifact_type,
-                architecture=plan.architecture,
-                num_tensors=sum(len(shard.tensors) for shard in plan.output_shards),
-                num_files=len(packaged.files) + len(weights) + (plan.index_path is not None),
-                nbytes=sum(shard.nbytes for shard in plan.output_shards),
-                seconds=self.seconds,
-                notes=(*plan.notes, *sources.inventory.notes),
-            )
-            payload = json.dumps(asdict(result)).encode()
+        payload = b"" if result is None else json.dumps(asdict(result)).encode()
         data = json.loads(self.group.exchange("result", payload)[0])
         self.group.agree("end")
         return MergeResult(**{**data, "notes": tuple(data["notes"])})
@@ -384,8 +376,7 @@ class MergeRun:
                 self.sources = inspect_sources(self.config, group=self.group)
                 plan = None
             else:
-                sources, base = self.inspect()
-                plan = self.plan(sources, base)
+                plan = self.plan(self.inspect())
             assert self.sources is not None
             report = describe_inventory(self.sources)
             if plan is not None:

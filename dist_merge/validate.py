@@ -6,12 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .adapters.export import (
+    DIFFUSERS_METADATA,
+    DIFFUSERS_PREFIX,
+    DIFFUSERS_WEIGHTS,
+    PEFT_PREFIX,
+    PEFT_WEIGHTS,
+    encode_metadata,
+)
+from .adapters.settings import ADAPTER_DIR, CONFIG_NAME
 from .errors import ArtifactError, make_list
 from .files import LOCATION_FIELDS, is_config, read_json, sha256_file, walk_files
 from .load_check import check_load
 from .manifest import MANIFEST_NAME, Manifest, parse_manifest
 from .records import TensorSpec
 from .safetensors_header import read_header
+
+ADAPTER = "peft_adapter"
 
 
 def validate_artifact(path: str | Path) -> dict[str, Any]:
@@ -27,6 +38,8 @@ def validate_artifact(path: str | Path) -> dict[str, Any]:
         ArtifactError: The folder differs from its manifest in any file, name, shape or dtype.
     """
     folder = Path(path)
+    if is_adapter_alone(folder):
+        folder = folder / ADAPTER_DIR
     if not (folder / MANIFEST_NAME).is_file() or folder.is_symlink():
         raise ArtifactError(
             "manifest-missing",
@@ -37,11 +50,24 @@ def validate_artifact(path: str | Path) -> dict[str, Any]:
         )
     report = check_folder(folder)
     data = read_json(folder / MANIFEST_NAME)
+    if data["artifact_type"] == ADAPTER:
+        return report
+    if f"{ADAPTER_DIR}/{MANIFEST_NAME}" in data["files"]:
+        report["adapter"] = check_folder(folder / ADAPTER_DIR)
     tensors = {n: TensorSpec(tuple(t["shape"]), t["dtype"]) for n, t in data["tensors"].items()}
     report["checks"]["load"] = check_load(
         folder, directory=data["tensor_directory"], tensors=tensors
     )
     return report
+
+
+def is_adapter_alone(folder: Path) -> bool:
+    """Tell whether a folder holds a published adapter folder and nothing else."""
+    return (
+        (folder / ADAPTER_DIR / MANIFEST_NAME).is_file()
+        and not folder.is_symlink()
+        and [entry.name for entry in folder.iterdir()] == [ADAPTER_DIR]
+    )
 
 
 def check_folder(folder: Path, *, known_sha256: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -68,7 +94,10 @@ def check_folder(folder: Path, *, known_sha256: Mapping[str, str] | None = None)
                 found=f"SHA256 {found}",
                 hint="the file was damaged or edited after publishing; fetch or publish it again",
             )
-    check_tensors(folder, manifest)
+    if manifest.artifact_type == ADAPTER:
+        check_adapter(folder, manifest)
+    else:
+        check_tensors(folder, manifest)
     check_configs(folder, manifest)
     return {
         "artifact_type": manifest.artifact_type,
@@ -140,6 +169,31 @@ def check_tensors(folder: Path, manifest: Manifest) -> None:
             raise ArtifactError(
                 "index-mismatch", "the index does not match the weight files", where=f"`{name}`"
             )
+
+
+def check_adapter(folder: Path, manifest: Manifest) -> None:
+    """Check both weight files of an adapter folder, and that both hold the same configuration."""
+    headers = {name: read_header(folder / name) for name in (PEFT_WEIGHTS, DIFFUSERS_WEIGHTS)}
+    found = {n: entry.spec for n, entry in headers[PEFT_WEIGHTS].tensors.items()}
+    twin = {
+        PEFT_PREFIX + n.removeprefix(DIFFUSERS_PREFIX): entry.spec
+        for n, entry in headers[DIFFUSERS_WEIGHTS].tensors.items()
+    }
+    for name, specs in ((PEFT_WEIGHTS, found), (DIFFUSERS_WEIGHTS, twin)):
+        if specs != dict(manifest.tensors):
+            raise ArtifactError(
+                "tensor-mismatch",
+                "the adapter's tensors are not those of the manifest",
+                where=f"`{name}`",
+            )
+    config = read_json(folder / CONFIG_NAME)
+    text = headers[DIFFUSERS_WEIGHTS].metadata.get(DIFFUSERS_METADATA, "")
+    if text != encode_metadata(config):
+        raise ArtifactError(
+            "class-mismatch",
+            f"`{DIFFUSERS_WEIGHTS}` and `{CONFIG_NAME}` state different configurations",
+            where=f"`{folder.name}`",
+        )
 
 
 def check_configs(folder: Path, manifest: Manifest) -> None:

@@ -44,6 +44,12 @@ def find_architecture(transformer_class: str) -> Architecture:
     )
 
 
+def find_trained(class_name: str) -> Architecture | None:
+    """Return the family whose live module is of this class; None where none is."""
+    found = (a for a in ARCHITECTURES if class_name == a.trained_class == a.transformer_class)
+    return next(found, None)
+
+
 def find_by_pipeline(pipeline_class: str) -> Architecture:
     """Return the family that declares a pipeline class.
 

@@ -1,0 +1,1 @@
+"""LoRA adapters in a checkpoint: which there are, how strong, folded or exported."""
