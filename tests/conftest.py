@@ -55,3 +55,12 @@ def written(lab: Lab) -> Path:
     done = torchrun("tests.helpers.write_checkpoints", arguments, nproc=5)
     assert done.code == 0, done.stderr
     return out
+
+
+@pytest.fixture(scope="session")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train LoRA adapters on every family, and their variants, in one torchrun start."""
+    out = tmp_path_factory.mktemp("lora")
+    done = torchrun("tests.helpers.train_lora", ["--out", out], nproc=2, timeout=400)
+    assert done.code == 0, done.stderr
+    return out

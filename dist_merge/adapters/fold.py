@@ -8,7 +8,7 @@ memory. The scaling multiplies the product, as PEFT does; multiplying a factor g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -132,16 +132,8 @@ class FoldConv(Fold):
             raise make_shape_error(weight, factor_a, factor_b)
 
     def delta(self, a: torch.Tensor, b: torch.Tensor, rows: slice) -> torch.Tensor:
-        """See `Fold`; the same kernels as PEFT, whose sums run in another order than matmul's."""
-        if all(size == 1 for size in a.shape[2:]):
-            product = b[rows].flatten(1) @ a.flatten(1)
-            return product.view(-1, *a.shape[1:]) * self.scaling
-        convolve: Callable[..., torch.Tensor] = (
-            torch.nn.functional.conv1d,
-            torch.nn.functional.conv2d,
-            torch.nn.functional.conv3d,
-        )[a.dim() - 3]
-        return convolve(a.transpose(0, 1), b[rows]).transpose(0, 1) * self.scaling
+        """See `Fold`; a convolution's own kernels give other bits for other numbers of threads."""
+        return (b[rows].flatten(1) @ a.flatten(1)).view(-1, *a.shape[1:]) * self.scaling
 
 
 @dataclass(frozen=True, slots=True)

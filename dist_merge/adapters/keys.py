@@ -84,7 +84,7 @@ def sort_names(fqns: Iterable[str]) -> AdapterNames:
     factors: dict[str, dict[str, dict[str, str]]] = {}
     saved: dict[str, dict[str, str]] = {}
     others: list[str] = []
-    for fqn in sorted(fqns):
+    for fqn in sorted(set(fqns)):
         key = parse_key(fqn)
         if key is not None:
             if key.module.split(".")[-1] == "base_layer":

@@ -51,12 +51,16 @@ def check_adapter_load(
 
 
 def build(cls: type, config: Mapping[str, Any]) -> Any:
-    """Build a model on the meta device."""
+    """Build a model whose weights are never touched, so that they take no memory.
+
+    Not on the meta device: PEFT moves a loaded adapter to the device of the weights.
+    """
     from inspect import signature
 
     known = signature(cls).parameters
     with torch.device("meta"):
-        return cls(**{name: value for name, value in config.items() if name in known})
+        model: Any = cls(**{name: value for name, value in config.items() if name in known})
+    return model.to_empty(device="cpu")
 
 
 def load_with_peft(cls: type, config: Mapping[str, Any], folder: Path) -> Any:

@@ -88,7 +88,7 @@ def resolve_adapter(
         bias=settings.bias,
         fan_in_fan_out=settings.fan_in_fan_out,
         source=settings.source,
-        assumed=settings.assumed,
+        assumed=settings.assumed + dropped_tensors(names, settings),
         ranks={module: settings.rank_of(module) for module in sorted(modules)},
         alphas={module: settings.alpha_of(module) for module in sorted(modules)},
         scalings={module: settings.scaling_of(module) for module in sorted(modules)},
@@ -102,6 +102,13 @@ def resolve_adapter(
         changes_base=settings.changes_base,
     )
     return ResolvedAdapter(model, plan)
+
+
+def dropped_tensors(names: AdapterNames, settings: AdapterSettings) -> tuple[str, ...]:
+    """What a save of LoRA tensors only may have dropped without a trace."""
+    if names.is_lora_only and settings.assumed:
+        return ("no biases or other modules were trained beside the factors",)
+    return ()
 
 
 def module_of(fqn: str) -> str:

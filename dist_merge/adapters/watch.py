@@ -150,7 +150,8 @@ def find_zero_blocks(rows: Mapping[str, torch.Tensor]) -> tuple[int, int, str] |
             for block in range(world_size):
                 pieces = [cut_block(mask, world_size=world_size, block=block) for mask in usable]
                 filled = [piece for piece in pieces if len(piece)]
-                if filled and all(bool(piece.all()) for piece in filled):
+                # A single row of a single module may be dead.
+                if sum(map(len, filled)) > 1 and all(bool(piece.all()) for piece in filled):
                     return world_size, block, part
     return None
 
