@@ -17,12 +17,14 @@ from tests.helpers.write_checkpoints import LAYOUTS
 
 def merge_odd(written: Path, out: Path) -> None:
     """Merge every layout with the real steps and a base made from the reference's schema."""
+    from dist_merge.adapters.keys import sort_names
     from dist_merge.architectures.identity import IdentityArchitecture
     from dist_merge.contracts import PipelineSpec
     from dist_merge.group import open_group
     from dist_merge.inspect_sources import inspect_sources
     from dist_merge.job import run_interruptibly
     from dist_merge.layouts import LAYOUTS as OUTPUT_LAYOUTS
+    from dist_merge.merge_job import Job
     from dist_merge.plan import make_plan
     from dist_merge.publish import Staging
     from dist_merge.records import BaseModel
@@ -77,7 +79,8 @@ def merge_odd(written: Path, out: Path) -> None:
         )
         run.staging = run.on_rank_0("stage", lambda: Staging.create(out / layout))
         transport = group.prepare("open-transport", run.open_transport)
-        run.merge_shards(plan, sources, transport=transport)
+        job = Job(config, sources, base, sort_names(plan.sources), None)
+        run.merge_shards(plan, job, transport=transport)
         run.on_rank_0("publish", run.publish)
         group.agree("end")
 
