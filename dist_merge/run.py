@@ -241,7 +241,7 @@ class MergeRun:
 
     def hash_inputs(self, sources: OpenSources, base: BaseModel) -> dict[str, dict[str, str]]:
         """SHA256 of this rank's source files and, on rank 0, of the base's replaced weights."""
-        own = hash_sources(Path(self.config.local_dir), sources.own_files, group=self.group)
+        own = hash_sources(sources.local_dir, sources.own_files, group=self.group)
         replaced = {}
         if self.group.rank == 0 and self.config.compare_base:
             folder = Path(str(self.config.base_model))

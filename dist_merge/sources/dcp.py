@@ -1,5 +1,4 @@
-"""A torch DCP folder: `.metadata` beside `__<rank>_<n>.distcp`, as torch, accelerate and torchtitan
-write it."""
+"""A torch DCP folder: `.metadata` beside `__<rank>_<n>.distcp` (torch, accelerate, torchtitan)."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ RANK = re.compile(r"__(\d+)_\d+\.distcp")
 MAX_LATE_NS = 60 * 10**9
 
 
-@dataclass(frozen=True)
+@dataclass
 class DcpSource:
     """A DCP folder; `tensors` (cleaned name -> tensor) is set once the index is shared."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import SourceError
 from ..files import is_safe_path
+from ..records import DTYPES
 from .inert_pickle import load_inert, make_record
 
 CHECKPOINT = "torch.distributed.checkpoint"
@@ -35,11 +36,16 @@ RECORDS = (
     "pathlib._local.WindowsPath",
 )
 # Every dtype torch can pickle, also those that safetensors cannot hold: an optimizer may use them.
-DTYPE_NAMES = (
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
-    "float8_e8m0fnu float4_e2m1fn_x2 complex32 complex64 complex128 int64 int32 int16 int8 uint64 "
-    "uint32 uint16 uint8 bool qint8 quint8 qint32"
-).split()
+DTYPE_NAMES = frozenset(DTYPES) | {
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float4_e2m1fn_x2",
+    "complex32",
+    "complex128",
+    "qint8",
+    "quint8",
+    "qint32",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +131,9 @@ def read_storage(data: Any) -> dict[tuple[str, tuple[int, ...]], tuple[str, int,
     """Return (key, offsets) -> file, start, bytes."""
     storage = {}
     for index_record, info_record in data.items():
-        index, info = read_fields(index_record, "MetadataIndex"), read_fields(
-            info_record, "_StorageInfo"
+        index, info = (
+            read_fields(index_record, "MetadataIndex"),
+            read_fields(info_record, "_StorageInfo"),
         )
         if info.get("transform_descriptors"):
             raise SourceError(

@@ -41,7 +41,7 @@ class Piece:
     begin: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class HfStorageSource:
     """A folder of such files; `shapes` and `keys` are set once the ranks shared their headers."""
 
@@ -77,9 +77,7 @@ class HfStorageSource:
                 ends[key] = join_ends(key, ends.get(key, stops), stops, where=file.path)
         return json.dumps(ends).encode()
 
-    def with_index(
-        self, payloads: Sequence[bytes], *, state_key: str | None
-    ) -> HfStorageSource:
+    def with_index(self, payloads: Sequence[bytes], *, state_key: str | None) -> HfStorageSource:
         """See `contracts.IndexedSource`."""
         ends: dict[str, list[int]] = {}
         for payload in payloads:
@@ -170,9 +168,7 @@ def read_pieces(path: Path) -> dict[str, Piece]:
         raise unreadable(path, error.found or error.what) from error
     offsets = read_offsets(path, header)
     return {
-        key: Piece(
-            entry.spec.dtype, entry.spec.shape, offsets[key], header.nbytes + entry.begin
-        )
+        key: Piece(entry.spec.dtype, entry.spec.shape, offsets[key], header.nbytes + entry.begin)
         for key, entry in header.tensors.items()
     }
 

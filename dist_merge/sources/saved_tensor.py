@@ -104,7 +104,7 @@ def find_tensor(mapped: MappedFile, *, start: int, nbytes: int) -> SavedTensor:
     path = mapped.path
     file = RangeFile(mapped, start=start, nbytes=nbytes)
     try:
-        with zipfile.ZipFile(file) as archive:  # type: ignore[call-overload]
+        with zipfile.ZipFile(file) as archive:
             records = {
                 info.filename.partition("/")[2]: locate_record(file, info)
                 for info in archive.infolist()
@@ -210,6 +210,4 @@ def place_tensor(
         needed = (rebuilt.offset + count_span(rebuilt.shape, rebuilt.strides)) * width
         if needed > nbytes:
             raise ValueError(f"a tensor of {needed} bytes in a storage of {nbytes}")
-    return SavedTensor(
-        dtype, rebuilt.shape, rebuilt.strides, base + begin + rebuilt.offset * width
-    )
+    return SavedTensor(dtype, rebuilt.shape, rebuilt.strides, base + begin + rebuilt.offset * width)

@@ -1,4 +1,4 @@
-"""Which of the state dicts in one checkpoint is the model: chosen by the user where it is unclear."""
+"""Which state dict of a checkpoint is the model: the user chooses where it is unclear."""
 
 from __future__ import annotations
 
