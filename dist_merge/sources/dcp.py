@@ -38,11 +38,14 @@ MAX_LATE_NS = 60 * 10**9
 
 @dataclass
 class DcpSource:
-    """A DCP folder; `tensors` (cleaned name -> tensor) is set once the index is shared."""
+    """A DCP folder. Set once the index is shared: the model's tensors by cleaned name, and the byte
+    at which the last tensor of any kind ends, by file.
+    """
 
     backend: str = "dcp"
     is_pickle: bool = True
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    ends: dict[str, int] = field(default_factory=dict)
     index_notes: tuple[str, ...] = ()
 
     def find_files(self, local_dir: Path) -> list[SourceFile]:
@@ -81,7 +84,11 @@ class DcpSource:
         state = choose_state(counts, state_key=state_key)
         chosen = {t.path[-1]: t for t in metadata.tensors if name_state(t) == state}
         names, notes = clean_names(chosen, where=f"`{METADATA}`")
+        ends: dict[str, int] = {}
+        for chunk in (chunk for tensor in metadata.tensors for chunk in tensor.chunks):
+            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.nbytes)
         return DcpSource(
+            ends=ends,
             tensors={fqn: chosen[key] for fqn, key in names.items()},
             index_notes=(*notes, *describe_rest(metadata, counts, state)),
         )
@@ -103,19 +110,18 @@ class DcpSource:
 
     def open(self, local_dir: Path, files: Sequence[SourceFile]) -> DcpReader:
         """See `contracts.Source`."""
-        sizes = {file.path: file.nbytes for file in files}
+        for file in files:
+            if file.nbytes < self.ends.get(file.path, 0):
+                raise unreadable(
+                    local_dir / file.path,
+                    f"{file.nbytes} bytes, of at least {self.ends[file.path]}",
+                )
+        own = {file.path for file in files}
         reader = DcpReader(self.index_notes)
         for fqn, tensor in self.tensors.items():
             for chunk in choose_chunks(tensor):
-                if chunk.file not in sizes:
-                    continue
-                if chunk.start + chunk.nbytes > sizes[chunk.file]:
-                    raise unreadable(
-                        local_dir / chunk.file,
-                        f"{sizes[chunk.file]} bytes; tensor `{fqn}` ends at "
-                        f"{chunk.start + chunk.nbytes}",
-                    )
-                reader.add(local_dir / chunk.file, fqn, tensor, chunk)
+                if chunk.file in own:
+                    reader.add(local_dir / chunk.file, fqn, tensor, chunk)
         late = find_late(local_dir, files)
         if late:
             reader.add_note(

@@ -1,4 +1,4 @@
-"""Folders of torch DCP, accelerate and DCP's Hugging Face storage, from real saves to a pipeline."""
+"""Saves of torch DCP, accelerate and DCP's Hugging Face storage, merged on one and two ranks."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Run under torchrun. Writes below `--out`
 
     rows/step-1               {"model", "optim", "step"}, rows cut over all ranks
-    columns/step-1            model tensors at the top beside "optimizer", columns cut where they can be
+    columns/step-1            model tensors at the top beside "optimizer", cut by columns
     hsdp                      {"model", "ema"}, on a 2-D mesh with replicas
     accelerate/checkpoint-1   `Accelerator.save_state` with SHARDED_STATE_DICT
     hf, hf-nested             Hugging Face storage of the model, and of {"model", "optim"}
