@@ -38,8 +38,10 @@ MAX_LATE_NS = 60 * 10**9
 
 @dataclass
 class DcpSource:
-    """A DCP folder. Set once the index is shared: the model's tensors by cleaned name, and the byte
-    at which the last tensor of any kind ends, by file.
+    """A DCP folder.
+
+    Set once the index is shared: the model's tensors by cleaned name, and by file the byte at which
+    its last tensor of any kind ends.
     """
 
     backend: str = "dcp"

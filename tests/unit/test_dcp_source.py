@@ -26,7 +26,7 @@ STATE = {
     "half": torch.randn(3).half(),
     "brain": torch.randn(7, 1).bfloat16(),
     "eight": torch.randn(9).to(torch.float8_e4m3fn),
-    "words": torch.arange(5, dtype=torch.uint16),
+    "words": torch.tensor([1, 2, 65535], dtype=torch.uint16),
     "double": torch.randn(2, 2, 2, dtype=torch.float64),
     "complex": torch.randn(3, dtype=torch.complex64),
     "flags": torch.tensor([True, False]),
