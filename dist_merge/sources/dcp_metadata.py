@@ -1,6 +1,6 @@
 """Read the `.metadata` of a torch DCP folder without building one of torch's classes.
 
-Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.4 to 2.14.
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 2.13.
 """
 
 from __future__ import annotations
