@@ -43,6 +43,7 @@ def add_merge_options(parser: argparse.ArgumentParser, *, is_merge: bool) -> Non
     add_option(source, "backend", choices=BACKENDS, default="auto", help="kind of checkpoint")
     add_option(source, "local_dir", required=True, help="folder with the sharded checkpoint")
     add_option(source, "hf_model_config_path", help="actor's config folder (LOCAL_DIR/huggingface)")
+    add_option(source, "state_key", help="which state dict of a DCP folder is the model")
     add_option(
         source,
         "trust_checkpoint",

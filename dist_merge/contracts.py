@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -127,6 +127,23 @@ class Source(Protocol):
 
     def open(self, local_dir: Path, files: Sequence[SourceFile]) -> SourceReader:
         """Open the files dealt to this rank."""
+
+
+@runtime_checkable
+class IndexedSource(Source, Protocol):
+    """A source whose files only together say what they hold.
+
+    Every rank reads the index of its own files; the ranks exchange these, and each gets a source
+    that knows them all. Only then are files checked, opened and described.
+    """
+
+    is_pickle: bool
+
+    def read_index(self, local_dir: Path, files: Sequence[SourceFile]) -> bytes:
+        """Return what the files dealt to this rank say of themselves; data only, may be empty."""
+
+    def with_index(self, payloads: Sequence[bytes], *, state_key: str | None) -> Source:
+        """Return the source of the state dict `state_key`, given every rank's `read_index`."""
 
 
 class OutputLayout(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,23 +12,28 @@ from typing import Any
 
 from .actor_config import read_actor_config
 from .adapters.keys import parse_key
-from .contracts import Source, SourceReader
+from .contracts import IndexedSource, Source, SourceReader
 from .errors import RequestError, SourceError
 from .files import sha256_file
 from .group import Group
 from .records import SourceFile, SourceInventory
 from .request import ModelMergerConfig
 from .sources import SOURCES
+from .sources.detect import Detected, choose_kind, find_kinds
 from .wire import decode_files, decode_shards, encode_files, encode_shards
 
 
 @dataclass(frozen=True)
 class OpenSources:
-    """The inventory all ranks share, and the files this rank has opened."""
+    """The inventory all ranks share, and the files this rank has opened.
+
+    `local_dir` is the folder that holds them: the one asked for, or the one found below it.
+    """
 
     inventory: SourceInventory
     reader: SourceReader
     own_files: tuple[SourceFile, ...]
+    local_dir: Path
 
 
 def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
@@ -39,15 +45,20 @@ def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
 
     Ranks: collective.
     """
-    local_dir = Path(config.local_dir)
-    source = group.prepare("choose-source", lambda: choose_source(config), is_shared=True)
+    detected = detect_source(config, group=group)
+    local_dir = Path(config.local_dir) / detected.folder
+    source = group.prepare(
+        "choose-source", lambda: choose_source(config, detected.backend), is_shared=True
+    )
     visible = group.prepare("list-sources", lambda: find_files(source, local_dir))
     listings = [decode_files(p) for p in group.exchange("listing", encode_files(visible))]
     holders = group.prepare("deal-sources", lambda: deal_files(listings), is_shared=True)
+    own = tuple(file for file in visible if holders[file.path] == group.rank)
+    config_dirs = list_config_dirs(config, local_dir, is_searched=isinstance(source, IndexedSource))
+    source = share_index(source, config, local_dir=local_dir, own_files=own, group=group)
     world_size = group.prepare(
         "check-sources", lambda: source.check_complete(sorted(holders)), is_shared=True
     )
-    own = tuple(file for file in visible if holders[file.path] == group.rank)
     reader = group.prepare("open-sources", lambda: source.open(local_dir, own))
     shards = group.prepare("describe-sources", lambda: reader.describe(group.rank))
     described = [
@@ -57,8 +68,9 @@ def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
     needs_config = config.fuse_lora or not all(
         parse_key(shard.fqn) for shards, _ in described for shard in shards
     )
-    actor_config, sha256 = read_shared_config(config, group=group, is_needed=needs_config)
+    actor_config, sha256 = read_shared_config(config_dirs, group=group, is_needed=needs_config)
     files = {file.path: file for listing in listings for file in listing}
+    notes = [*detected.notes, *(note for _, notes in described for note in notes)]
     inventory = SourceInventory(
         backend=source.backend,
         files=tuple(files[path] for path in sorted(files)),
@@ -67,33 +79,87 @@ def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
         world_size=world_size,
         actor_config=actor_config,
         actor_config_sha256=sha256,
-        notes=tuple(dict.fromkeys(note for _, notes in described for note in notes)),
+        notes=tuple(dict.fromkeys(notes)),
     )
-    return OpenSources(inventory, reader, own)
+    return OpenSources(inventory, reader, own, local_dir)
 
 
-def choose_source(config: ModelMergerConfig) -> Source:
+def detect_source(config: ModelMergerConfig, *, group: Group) -> Detected:
+    """Find out which kind of checkpoint lies where, unless the user said the kind.
+
+    Ranks: collective; every rank looks at what its machine sees.
+    """
+    if config.backend != "auto":
+        return Detected(config.backend)
+    local_dir = Path(config.local_dir)
+
+    def look() -> bytes:
+        check_local_dir(local_dir)
+        return json.dumps(find_kinds(local_dir)).encode()
+
+    seen = group.exchange("kinds", group.prepare("look", look))
+    return group.prepare(
+        "detect",
+        lambda: choose_kind([json.loads(payload) for payload in seen], local_dir=local_dir),
+        is_shared=True,
+    )
+
+
+def choose_source(config: ModelMergerConfig, backend: str) -> Source:
     """Return the source for `backend`; pickled sources need the user's acknowledgement."""
-    if not config.trust_checkpoint:
+    source = SOURCES[backend]
+    indexed = source if isinstance(source, IndexedSource) else None
+    if not config.trust_checkpoint and (indexed is None or indexed.is_pickle):
         raise RequestError(
             "untrusted-checkpoint",
             "Pickled rank checkpoints require explicit trust_checkpoint=True",
             hint="pass --trust-checkpoint; files are opened without running code from them",
         )
-    name = "fsdp" if config.backend == "auto" else config.backend
-    return SOURCES[name]
+    if config.state_key is not None and indexed is None:
+        raise RequestError(
+            "bad-option",
+            "`state_key` is for DCP folders",
+            expected="no --state-key: rank files hold one state dict",
+        )
+    return source
 
 
 def find_files(source: Source, local_dir: Path) -> list[SourceFile]:
-    """List the files this machine sees; a folder that is absent here is an empty listing."""
+    """List the files this machine sees."""
+    check_local_dir(local_dir)
+    return source.find_files(local_dir)
+
+
+def check_local_dir(local_dir: Path) -> None:
+    """Raise SourceError when the folder is not there."""
     if not local_dir.is_dir():
         raise SourceError(
             "local-dir-missing",
             "the checkpoint folder does not exist or is no folder",
             where=f"`{local_dir}`",
-            hint="pass the folder that holds model_world_size_W_rank_R.pt as --local_dir",
+            hint="pass the folder that holds the checkpoint's files as --local_dir",
         )
-    return source.find_files(local_dir)
+
+
+def share_index(
+    source: Source,
+    config: ModelMergerConfig,
+    *,
+    local_dir: Path,
+    own_files: Sequence[SourceFile],
+    group: Group,
+) -> Source:
+    """Give every rank the index of all files, where the source has one. Ranks: collective."""
+    if not isinstance(source, IndexedSource):
+        return source
+    indexed = source
+    index = group.prepare("read-index", lambda: indexed.read_index(local_dir, own_files))
+    payloads = group.exchange("index", index)
+    return group.prepare(
+        "share-index",
+        lambda: indexed.with_index(payloads, state_key=config.state_key),
+        is_shared=True,
+    )
 
 
 def deal_files(listings: Sequence[Sequence[SourceFile]]) -> dict[str, int]:
@@ -127,20 +193,34 @@ def _natural(path: str) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
 
 
-def read_shared_config(
-    config: ModelMergerConfig, *, group: Group, is_needed: bool
-) -> tuple[dict[str, Any] | None, str | None]:
-    """Read the actor's config on rank 0 and hand it to all ranks."""
-    import json
+def list_config_dirs(
+    config: ModelMergerConfig, local_dir: Path, *, is_searched: bool
+) -> list[Path]:
+    """Folders where the trained model's config may lie; the first that has one counts.
 
-    folder = Path(config.hf_model_config_path or Path(config.local_dir) / "huggingface")
+    Formats that no trainer of ours writes a config into are searched: the folder and its parent.
+    """
+    if config.hf_model_config_path is not None:
+        return [Path(config.hf_model_config_path)]
+    folders = [local_dir / "huggingface"]
+    if is_searched:
+        parent = local_dir.resolve().parent
+        folders += [local_dir, parent / "huggingface", parent]
+    return folders
+
+
+def read_shared_config(
+    folders: Sequence[Path], *, group: Group, is_needed: bool
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Read the actor's config on rank 0 and hand it to all ranks. Ranks: collective."""
 
     def read() -> bytes:
         if group.rank != 0:
             return b""
-        if not is_needed and not (folder / "config.json").is_file():
+        found = [folder for folder in folders if (folder / "config.json").is_file()]
+        if not found and not is_needed:
             return json.dumps([None, None]).encode()
-        return json.dumps(read_actor_config(folder)).encode()
+        return json.dumps(read_actor_config((found or folders)[0])).encode()
 
     payload = group.prepare("read-actor-config", read)
     actor, sha256 = json.loads(group.exchange("actor-config", payload)[0])

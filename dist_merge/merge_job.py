@@ -83,7 +83,7 @@ class MergedShards:
 
 
 def inspect_adapter(
-    config: ModelMergerConfig, names: AdapterNames, *, group: Group
+    config: ModelMergerConfig, names: AdapterNames, *, local_dir: Path, group: Group
 ) -> AdapterSettings | None:
     """Find the strength of the chosen adapter; None where the checkpoint has no adapter.
 
@@ -100,9 +100,7 @@ def inspect_adapter(
         lora_config = None if config.lora_config is None else Path(config.lora_config)
         if group.rank != 0:
             lora_config = None
-        places = find_settings(
-            Path(config.local_dir), adapter=config.adapter_name, lora_config=lora_config
-        )
+        places = find_settings(local_dir, adapter=config.adapter_name, lora_config=lora_config)
         return json.dumps(places).encode()
 
     payloads = group.exchange("adapter-settings", group.prepare("read-adapter-settings", read))

@@ -12,7 +12,7 @@ OUTPUT_FORMATS = ("pipeline", "transformer")
 DTYPE_CHOICES = ("preserve", "base", "float32", "float16", "bfloat16")
 COMPONENTS = ("transformer", "transformer_2")
 COMM_BACKENDS = ("auto", "gloo", "nccl")
-BACKENDS = ("auto", "fsdp")
+BACKENDS = ("auto", "fsdp", "dcp", "hf")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -51,6 +51,7 @@ class ModelMergerConfig:
     target_dir: str | Path | None = None
     base_model: str | Path | None = None
     hf_model_config_path: str | Path | None = None
+    state_key: str | None = None
     output_format: str = "pipeline"
     component: str = "transformer"
     dtype: str = "preserve"
@@ -93,6 +94,8 @@ class ModelMergerConfig:
                 if not str(value) or "\0" in str(value):
                     raise RequestError("bad-option", f"`{name}` is {value!r}", expected="a path")
                 object.__setattr__(self, name, Path(value))
+        if self.state_key is not None and not self.state_key:
+            raise RequestError("bad-option", "`state_key` is empty", expected="a state dict's name")
         for name in ("max_shard_size", "buffer_size"):
             object.__setattr__(self, name, parse_size(getattr(self, name), option=name))
         if not 0 < float(self.timeout) < 10**9:

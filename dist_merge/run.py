@@ -173,7 +173,9 @@ class MergeRun:
             lambda: sort_names(shard.fqn for shard in sources.inventory.shards),
             is_shared=True,
         )
-        settings = inspect_adapter(self.config, names, group=self.group)
+        settings = inspect_adapter(
+            self.config, names, local_dir=sources.local_dir, group=self.group
+        )
         is_adapter_alone = names.is_lora_only and not self.config.fuse_lora
         base = self.inspect_base(is_needed=not is_adapter_alone)
         actor = sources.inventory.actor_config
@@ -253,7 +255,8 @@ class MergeRun:
 
     def hash_inputs(self, job: Job) -> dict[str, dict[str, str]]:
         """SHA256 of this rank's source files and, on rank 0, of the base's replaced weights."""
-        own = hash_sources(Path(self.config.local_dir), job.sources.own_files, group=self.group)
+        sources = job.sources
+        own = hash_sources(sources.local_dir, sources.own_files, group=self.group)
         replaced = {}
         if self.group.rank == 0 and job.base is not None and job.hashes_base:
             folder = Path(str(self.config.base_model))

@@ -118,9 +118,14 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     context = PLANTS[plant]() if plant in PLANTS else contextlib.nullcontext()
     if plant and plant.startswith("appears:"):
         context = no_noreplace(plant.partition(":")[2])
+    # A path may differ per rank, as local disks of several machines do.
+    config = {
+        name: value.replace("{rank}", str(dist.get_rank())) if isinstance(value, str) else value
+        for name, value in case["config"].items()
+    }
     try:
         with context:
-            result = merge_model(ModelMergerConfig(**case["config"]))
+            result = merge_model(ModelMergerConfig(**config))
         seen: dict[str, Any] = {"error_id": None, "output_dir": result.output_dir}
     except MergeError as error:
         seen = {"error_id": error.error_id, "text": str(error)}

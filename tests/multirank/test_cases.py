@@ -138,6 +138,7 @@ def wrong_folder(w: Workshop) -> None:
     step = w.folder / "global_step_1"
     w.lab.copy_actor(step / "actor")
     w.config["local_dir"] = str(step)
+    w.config["backend"] = "fsdp"
 
 
 def truncated_file(w: Workshop) -> None:
