@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import MergeError
+    from .live.publish import PublishHandle, publish_model, publish_model_async
     from .records import MergeResult
     from .request import ModelMergerConfig
     from .run import inspect_checkpoint, merge_model
@@ -16,8 +17,11 @@ __all__ = [
     "MergeError",
     "MergeResult",
     "ModelMergerConfig",
+    "PublishHandle",
     "inspect_checkpoint",
     "merge_model",
+    "publish_model",
+    "publish_model_async",
     "validate_artifact",
 ]
 
@@ -28,7 +32,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    for module in ("errors", "records", "request", "run", "validate"):
+    for module in ("errors", "records", "request", "run", "validate", "live.publish"):
         found = import_module(f"{__name__}.{module}")
         if hasattr(found, name):
             return getattr(found, name)

@@ -18,13 +18,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
-from .errors import MergeError, PeerError, as_merge_error
+from .errors import MergeError, PeerError, RequestError, as_merge_error
 from .peers import BEAT_SECONDS, Peers, process_identity
 
 T = TypeVar("T")
@@ -50,7 +51,9 @@ class Group:
         self.progress = 0
         self.waiting = False
         self.stopped = threading.Event()
-        self._store = store
+        # A client of our own: a trainer that waits in the store would block this run.
+        self._shared_store = store
+        self._store = _clone(store)
         self._cause: MergeError | None = None
         self._cause_lock = threading.Lock()
         self._closing = threading.Event()
@@ -186,8 +189,16 @@ class Group:
             deadline = time.monotonic() + LEAVE_SECONDS
             while self.rank == 0 and time.monotonic() < deadline and not self._all_left():
                 time.sleep(0.01)
-        except RuntimeError:
+            if self.rank == 0:
+                self._forget()
+        except (RuntimeError, NotImplementedError, AttributeError):
             pass  # the store is gone with the rank or launcher that held it
+
+    def _forget(self) -> None:
+        """Delete the run's keys, so that a trainer that publishes often does not fill its store."""
+        if self._all_left():
+            for key in self._store.list_keys():
+                self._store.delete_key(key)
 
     def _all_left(self) -> bool:
         """Whether every other rank left, or is the one that died."""
@@ -244,10 +255,7 @@ class Group:
 
     def _watch(self) -> None:
         """Publish the heartbeat, adopt a first cause, notice dead, stopped or stuck ranks."""
-        try:
-            store = self._store.clone()
-        except (RuntimeError, AttributeError):
-            store = self._store
+        store = _clone(self._store)
         identity = process_identity()
         peers = Peers(self.rank, self.size, identity, timeout=self.timeout)
         while not self._closing.is_set():
@@ -272,44 +280,74 @@ class Group:
         return time.monotonic() - self._last_contact if self._watcher is not None else 0.0
 
 
-@contextmanager
-def open_group(*, timeout: float, process_group: Any = None) -> Iterator[Group]:
-    """Join the ranks of this run and leave them at the end.
+@dataclass(frozen=True)
+class Membership:
+    """This process's place among the ranks of one run, and the store they share."""
+
+    rank: int
+    size: int
+    store: Any
+
+
+# Runs that this process took part in, by the ranks of the run.
+_runs: dict[str, int] = {}
+
+
+def join_ranks(process_group: Any = None) -> Membership:
+    """Take the next number of a run of these ranks; every rank counts its own calls.
 
     Inside an initialised process group (a trainer), its ranks take part through its store; no
     group of the trainer is used or made. Under torchrun without one, the launcher's store serves.
     Otherwise this is one process.
 
-    Ranks: collective, but waits for nobody.
+    Ranks: the same order of runs on all ranks; waits for nobody.
     """
-    limit = timedelta(seconds=timeout)
     if dist.is_available() and dist.is_initialized():
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        if dist.get_rank() not in ranks:
+            raise RequestError(
+                "bad-option",
+                "this rank is not in `process_group`",
+                expected=f"a call on ranks {', '.join(map(str, ranks))} only",
+                found=f"rank {dist.get_rank()}",
+            )
         rank, size = ranks.index(dist.get_rank()), len(ranks)
         store = dist.distributed_c10d._get_default_store() if size > 1 else None
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
-        store, rank, size = next(rendezvous("env://", timeout=limit))
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=300)))
         ranks = list(range(size))
     else:
         store, rank, size, ranks = None, 0, 1, [0]
-    group = Group(rank=rank, size=size, store=_own_store(store, ranks), timeout=timeout)
+    if store is None:
+        return Membership(rank, size, None)
+    name = f"dist_merge/{'-'.join(map(str, ranks))}"
+    number = _runs[name] = _runs.get(name, -1) + 1
+    return Membership(rank, size, PrefixStore(f"{name}/{number}", store))
+
+
+@contextmanager
+def open_members(members: Membership, *, timeout: float) -> Iterator[Group]:
+    """Start watching the other ranks, and leave them at the end. Ranks: waits for nobody."""
+    group = Group(rank=members.rank, size=members.size, store=members.store, timeout=timeout)
     try:
         yield group
     finally:
         group.close()
 
 
-def _own_store(store: Any, ranks: list[int]) -> Any:
-    """Put the store under a prefix that no other run of these ranks uses.
+@contextmanager
+def open_group(*, timeout: float, process_group: Any = None) -> Iterator[Group]:
+    """Join the ranks of this run and leave them at the end. Ranks: waits for nobody."""
+    with open_members(join_ranks(process_group), timeout=timeout) as group:
+        yield group
 
-    Every run is one arrival of each rank, and none of them begins a run before the last one
-    ended, so the count of arrivals numbers the runs.
-    """
-    if store is None:
-        return None
-    name = f"dist_merge/{'-'.join(map(str, ranks))}"
-    arrivals = store.add(f"{name}/arrivals", 1)
-    return PrefixStore(f"{name}/{(arrivals - 1) // len(ranks)}", store)
+
+def _clone(store: Any) -> Any:
+    """A client of the same store with a connection of its own, where the kind of store has one."""
+    try:
+        return store.clone()
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return store
 
 
 def local_rank() -> int:

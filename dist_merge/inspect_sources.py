@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from .wire import decode_files, decode_shards, encode_files, encode_shards
 class OpenSources:
     """The inventory all ranks share, and the files this rank has opened.
 
-    `local_dir` is the folder that holds them: the one asked for, or the one found below it.
+    `hash` takes the SHA256 of what this rank holds. `local_dir` is the folder that holds the
+    files: the one asked for, or the one found below it; None for a live model.
     """
 
     inventory: SourceInventory
     reader: SourceReader
-    own_files: tuple[SourceFile, ...]
-    local_dir: Path
+    hash: Callable[[Group], dict[str, str]]
+    local_dir: Path | None
 
 
 def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
@@ -46,7 +48,7 @@ def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
     Ranks: collective.
     """
     detected = detect_source(config, group=group)
-    local_dir = Path(config.local_dir) / detected.folder
+    local_dir = Path(str(config.local_dir)) / detected.folder
     source = group.prepare(
         "choose-source", lambda: choose_source(config, detected.backend), is_shared=True
     )
@@ -81,7 +83,7 @@ def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
         actor_config_sha256=sha256,
         notes=tuple(dict.fromkeys(notes)),
     )
-    return OpenSources(inventory, reader, own, local_dir)
+    return OpenSources(inventory, reader, partial(hash_sources, local_dir, own), local_dir)
 
 
 def detect_source(config: ModelMergerConfig, *, group: Group) -> Detected:
@@ -91,7 +93,7 @@ def detect_source(config: ModelMergerConfig, *, group: Group) -> Detected:
     """
     if config.backend != "auto":
         return Detected(config.backend)
-    local_dir = Path(config.local_dir)
+    local_dir = Path(str(config.local_dir))
 
     def look() -> bytes:
         check_local_dir(local_dir)
@@ -227,7 +229,7 @@ def read_shared_config(
     return actor, sha256
 
 
-def hash_sources(local_dir: Path, files: Sequence[SourceFile], *, group: Group) -> dict[str, str]:
+def hash_sources(local_dir: Path, files: Sequence[SourceFile], group: Group) -> dict[str, str]:
     """SHA256 of the files this rank holds, checked to be unchanged since the inspection.
 
     Raises:

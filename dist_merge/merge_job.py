@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .adapters.keys import AdapterNames, check_adapter
 from .adapters.settings import AdapterSettings, choose_settings, find_settings
 from .architectures import find_architecture
 from .base_reader import list_base_shards
 from .group import Group
-from .inspect_sources import OpenSources
+from .inspect_sources import OpenSources, inspect_sources
 from .layouts import LAYOUTS
 from .plan import make_adapter_plan, make_plan
 from .records import BaseModel, MergePlan
@@ -82,35 +82,72 @@ class MergedShards:
     fold_counts: Mapping[str, int]
 
 
+class Input(Protocol):
+    """Where the trained tensors come from: files, or a live model."""
+
+    def open(self, group: Group) -> OpenSources:
+        """Open and describe what this rank holds. Ranks: collective."""
+
+    def find_settings(
+        self, names: AdapterNames, sources: OpenSources, group: Group
+    ) -> list[tuple[str, Mapping[str, Any]]]:
+        """What is recorded of the adapter's strength, the strongest first. Ranks: collective."""
+
+
+@dataclass(frozen=True)
+class FileInput:
+    """A sharded checkpoint in files."""
+
+    config: ModelMergerConfig
+
+    def open(self, group: Group) -> OpenSources:
+        """See `Input`."""
+        return inspect_sources(self.config, group=group)
+
+    def find_settings(
+        self, names: AdapterNames, sources: OpenSources, group: Group
+    ) -> list[tuple[str, Mapping[str, Any]]]:
+        """See `Input`; the files may lie on any rank's machine, the user's own on rank 0's."""
+        stated = self.config.lora_config
+
+        def read() -> bytes:
+            assert sources.local_dir is not None
+            places = find_settings(
+                sources.local_dir,
+                adapter=self.config.adapter_name,
+                lora_config=Path(stated) if stated is not None and group.rank == 0 else None,
+            )
+            return json.dumps(places).encode()
+
+        payloads = group.exchange("adapter-settings", group.prepare("read-settings", read))
+        places: list[tuple[str, Mapping[str, Any]]] = []
+        for payload in payloads:
+            places += [(p, data) for p, data in json.loads(payload) if (p, data) not in places]
+        return places
+
+
 def inspect_adapter(
-    config: ModelMergerConfig, names: AdapterNames, *, local_dir: Path, group: Group
+    config: ModelMergerConfig,
+    names: AdapterNames,
+    *,
+    source: Input,
+    sources: OpenSources,
+    group: Group,
 ) -> AdapterSettings | None:
-    """Find the strength of the chosen adapter; None where the checkpoint has no adapter.
+    """Find the strength of the chosen adapter; None where there is no adapter.
 
     Raises:
         PlanError: There is no such adapter, or nothing certain says how strong it is.
 
-    Ranks: collective; the files may lie on any rank's machine.
+    Ranks: collective.
     """
     if not names.adapters and not config.fuse_lora:
         return None
-
-    def read() -> bytes:
-        check_adapter(names, config.adapter_name)
-        lora_config = None if config.lora_config is None else Path(config.lora_config)
-        if group.rank != 0:
-            lora_config = None
-        places = find_settings(local_dir, adapter=config.adapter_name, lora_config=lora_config)
-        return json.dumps(places).encode()
-
-    payloads = group.exchange("adapter-settings", group.prepare("read-adapter-settings", read))
-    places: list[tuple[str, dict[str, Any]]] = []
-    for payload in payloads:
-        places += [
-            (place, data) for place, data in json.loads(payload) if (place, data) not in places
-        ]
+    adapter = config.adapter_name
+    group.prepare("check-adapter-name", lambda: check_adapter(names, adapter), is_shared=True)
+    places = source.find_settings(names, sources, group)
     return group.prepare(
         "choose-adapter-settings",
-        lambda: choose_settings(places, adapter=config.adapter_name, adapters=names.adapters),
+        lambda: choose_settings(places, adapter=adapter, adapters=names.adapters),
         is_shared=True,
     )

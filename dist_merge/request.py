@@ -12,7 +12,11 @@ OUTPUT_FORMATS = ("pipeline", "transformer")
 DTYPE_CHOICES = ("preserve", "base", "float32", "float16", "bfloat16")
 COMPONENTS = ("transformer", "transformer_2")
 COMM_BACKENDS = ("auto", "gloo", "nccl")
+# A model in memory: `publish_model`, not an option of the command line.
+LIVE = "live"
 BACKENDS = ("auto", "fsdp", "dcp", "hf")
+# A model in memory: `publish_model`, not an option of the command line.
+LIVE = "live"
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -47,7 +51,7 @@ class ModelMergerConfig:
 
     operation: str = "merge"
     backend: str = "auto"
-    local_dir: str | Path
+    local_dir: str | Path | None = None
     target_dir: str | Path | None = None
     base_model: str | Path | None = None
     hf_model_config_path: str | Path | None = None
@@ -71,7 +75,7 @@ class ModelMergerConfig:
     def __post_init__(self) -> None:
         for name, choices in (
             ("operation", ("merge", "inspect")),
-            ("backend", BACKENDS),
+            ("backend", (*BACKENDS, LIVE)),
             ("output_format", OUTPUT_FORMATS),
             ("component", COMPONENTS),
             ("dtype", DTYPE_CHOICES),
@@ -106,6 +110,8 @@ class ModelMergerConfig:
                 f"`adapter_name` is {self.adapter_name!r}",
                 expected="a name without dots",
             )
+        if self.backend != LIVE:
+            self.require("local_dir")
         if self.operation == "merge":
             self.require("target_dir")
 

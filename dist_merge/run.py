@@ -21,10 +21,10 @@ from .files import sha256_file
 from .finish import finish_folder
 from .group import Group, local_rank, open_group
 from .inspect_base import read_base
-from .inspect_sources import OpenSources, hash_sources, inspect_sources
+from .inspect_sources import OpenSources
 from .job import run_interruptibly
 from .layouts import LAYOUTS
-from .merge_job import Job, MergedShards, inspect_adapter
+from .merge_job import FileInput, Input, Job, MergedShards, inspect_adapter
 from .merge_shards import Hasher, merge_shards
 from .package import PackagedFiles, check_unchanged, package_base_files
 from .plan import make_digest
@@ -55,7 +55,7 @@ def merge_model(config: ModelMergerConfig, *, process_group: Any = None) -> Merg
     Ranks: collective. Memory: rank 0 holds about two buffers and the largest tensor.
     """
     with open_group(timeout=config.timeout, process_group=process_group) as group:
-        run = MergeRun(config, group=group)
+        run = MergeRun(config, group=group, source=FileInput(config))
         return run_interruptibly(group, run.execute, clean_up=run.clean_up)
 
 
@@ -65,7 +65,7 @@ def inspect_checkpoint(config: ModelMergerConfig) -> dict[str, Any]:
     Ranks: collective.
     """
     with open_group(timeout=config.timeout) as group:
-        run = MergeRun(config, group=group)
+        run = MergeRun(config, group=group, source=FileInput(config))
         return run_interruptibly(group, run.describe, clean_up=run.clean_up)
 
 
@@ -75,6 +75,7 @@ class MergeRun:
 
     config: ModelMergerConfig
     group: Group
+    source: Input
     staging: Staging | None = None
     sources: OpenSources | None = None
     base_reader: BaseReader | None = None
@@ -151,7 +152,7 @@ class MergeRun:
 
     def check_new_target(self) -> None:
         """Clear what killed runs left of this target, then check it."""
-        if self.config.base_model is not None:
+        if self.config.base_model is not None and self.config.local_dir is not None:
             check_inputs_apart(Path(self.config.local_dir), Path(self.config.base_model))
         self.notes += clear_dead_stagings(self.target)
         self.check_target(0)
@@ -167,14 +168,14 @@ class MergeRun:
 
     def inspect(self) -> Job:
         """Describe the checkpoint and what it is merged with, and compare their configs."""
-        self.sources = sources = inspect_sources(self.config, group=self.group)
+        self.sources = sources = self.source.open(self.group)
         names = self.group.prepare(
             "sort-names",
             lambda: sort_names(shard.fqn for shard in sources.inventory.shards),
             is_shared=True,
         )
         settings = inspect_adapter(
-            self.config, names, local_dir=sources.local_dir, group=self.group
+            self.config, names, source=self.source, sources=sources, group=self.group
         )
         is_adapter_alone = names.is_lora_only and not self.config.fuse_lora
         base = self.inspect_base(is_needed=not is_adapter_alone)
@@ -255,8 +256,7 @@ class MergeRun:
 
     def hash_inputs(self, job: Job) -> dict[str, dict[str, str]]:
         """SHA256 of this rank's source files and, on rank 0, of the base's replaced weights."""
-        sources = job.sources
-        own = hash_sources(sources.local_dir, sources.own_files, group=self.group)
+        own = job.sources.hash(self.group)
         replaced = {}
         if self.group.rank == 0 and job.base is not None and job.hashes_base:
             folder = Path(str(self.config.base_model))
@@ -376,7 +376,7 @@ class MergeRun:
         """Describe the checkpoint, and the plan when there is a base. Ranks: collective."""
         try:
             if self.config.base_model is None:
-                self.sources = inspect_sources(self.config, group=self.group)
+                self.sources = self.source.open(self.group)
                 plan = None
             else:
                 plan = self.plan(self.inspect())

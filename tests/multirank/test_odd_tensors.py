@@ -24,7 +24,7 @@ def merge_odd(written: Path, out: Path) -> None:
     from dist_merge.inspect_sources import inspect_sources
     from dist_merge.job import run_interruptibly
     from dist_merge.layouts import LAYOUTS as OUTPUT_LAYOUTS
-    from dist_merge.merge_job import Job
+    from dist_merge.merge_job import FileInput, Job
     from dist_merge.plan import make_plan
     from dist_merge.publish import Staging
     from dist_merge.records import BaseModel
@@ -68,7 +68,7 @@ def merge_odd(written: Path, out: Path) -> None:
             buffer_size=200_000,
             quiet=True,
         )
-        run = MergeRun(config, group=group)
+        run = MergeRun(config, group=group, source=FileInput(config))
         run.sources = sources = inspect_sources(config, group=group)
         plan = make_plan(
             sources.inventory,

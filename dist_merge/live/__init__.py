@@ -1,0 +1,1 @@
+"""A model that is being trained, as the source of a publish."""
