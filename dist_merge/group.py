@@ -195,10 +195,14 @@ class Group:
             pass  # the store is gone with the rank or launcher that held it
 
     def _forget(self) -> None:
-        """Delete the run's keys, so that a trainer that publishes often does not fill its store."""
+        """Delete the run's keys, so that a trainer that publishes often does not fill its store.
+
+        The cause of a failure stays: a rank that comes too late must find it.
+        """
         if self._all_left():
             for key in self._store.list_keys():
-                self._store.delete_key(key)
+                if key != "cause":
+                    self._store.delete_key(key)
 
     def _all_left(self) -> bool:
         """Whether every other rank left, or is the one that died."""
@@ -293,8 +297,11 @@ class Membership:
 _runs: dict[str, int] = {}
 
 
-def join_ranks(process_group: Any = None) -> Membership:
+def join_ranks(process_group: Any = None, *, tag: str = "") -> Membership:
     """Take the next number of a run of these ranks; every rank counts its own calls.
+
+    Calls with another `tag` are counted apart: a rank that missed the call for one target still
+    meets the others at the next target, and never with tensors of another step.
 
     Inside an initialised process group (a trainer), its ranks take part through its store; no
     group of the trainer is used or made. Under torchrun without one, the launcher's store serves.
@@ -320,7 +327,7 @@ def join_ranks(process_group: Any = None) -> Membership:
         store, rank, size, ranks = None, 0, 1, [0]
     if store is None:
         return Membership(rank, size, None)
-    name = f"dist_merge/{'-'.join(map(str, ranks))}"
+    name = f"dist_merge/{'-'.join(map(str, ranks))}{tag}"
     number = _runs[name] = _runs.get(name, -1) + 1
     return Membership(rank, size, PrefixStore(f"{name}/{number}", store))
 

@@ -56,7 +56,7 @@ def read_class_facts(architecture: Architecture, config: Mapping[str, Any]) -> C
     Raises:
         BaseModelError: The class refuses the config.
 
-    Memory: no tensor data; RNG state and default dtype are left as found.
+    Memory: no tensor data; no random number is drawn, the default dtype stays.
     """
     cls = import_model_class(architecture.module, architecture.trained_class)
     if cls is None:
@@ -67,7 +67,9 @@ def read_class_facts(architecture: Architecture, config: Mapping[str, Any]) -> C
     unused = tuple(sorted(name for name in fields if name not in defaults))
     arguments = {name: value for name, value in fields.items() if name in defaults}
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        # On the meta device nothing is drawn. Saving and restoring the random state around this
+        # would set a trainer's back that goes on meanwhile.
+        with torch.device("meta"):
             model = cls(**arguments)
         state = model.state_dict()
     except Exception as error:

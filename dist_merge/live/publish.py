@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +32,7 @@ def publish_model(
         model: FSDP2, FSDP1, HSDP, tensor-parallel, DDP, compiled, accelerate-prepared, PEFT or
             plain module, or a state dict of DTensors. It is not changed.
         base_model: The base pipeline, or lone transformer; only rank 0 reads it.
-        target_dir: Output folder; must not exist. Only rank 0 writes it.
+        target_dir: Output folder, the same on all ranks; must not exist. Only rank 0 writes it.
         process_group: Ranks that take part; the default group when None. The model's tensors
             must lie on these ranks alone.
         model_config: Config the model was built from, with `_class_name`; needed with a state
@@ -50,7 +51,7 @@ def publish_model(
     """
     live = read_live_model(model, model_config=model_config, adapter_configs=adapter_configs)
     config = make_config(base_model, target_dir, options)
-    return run_publish(config, live, members=join_ranks(process_group), snapshot=None)
+    return run_publish(config, live, members=join(process_group, target_dir), snapshot=None)
 
 
 class PublishHandle:
@@ -106,7 +107,7 @@ def publish_model_async(
     live = read_live_model(model, model_config=model_config, adapter_configs=adapter_configs)
     config = make_config(base_model, target_dir, options)
     snapshot = take_snapshot(live.state)
-    members = join_ranks(process_group)
+    members = join(process_group, target_dir)
     handle = PublishHandle()
 
     def run() -> None:
@@ -121,6 +122,12 @@ def publish_model_async(
     # Not a daemon: the interpreter waits for it, so a publish is never cut off by a normal exit.
     threading.Thread(target=run, name="dist_merge-publish", daemon=False).start()
     return handle
+
+
+def join(process_group: Any, target_dir: Any) -> Membership:
+    """Meet the ranks that publish to the same target."""
+    tag = hashlib.sha256(str(target_dir).encode()).hexdigest()[:16]
+    return join_ranks(process_group, tag=f"/{tag}")
 
 
 def make_config(base_model: Any, target_dir: Any, options: Mapping[str, Any]) -> ModelMergerConfig:
