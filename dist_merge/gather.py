@@ -53,7 +53,8 @@ def digest_tensor(tensor: torch.Tensor, *, group: Group | None = None) -> bytes:
     """128-bit xxh3 digest of a tensor's elements in row-major order; no copy of its size."""
     state = xxhash.xxh3_128()
     for piece in iter_contiguous(tensor):
-        state.update(as_bytes(piece).numpy().data)
+        # A piece on a GPU comes to the host here, a few megabytes at a time.
+        state.update(as_bytes(piece).cpu().numpy().data)
         if group is not None:
             group.advance(piece.nbytes)
     return state.digest()
@@ -188,7 +189,7 @@ def send_boxes(held: Sequence[HeldBox], *, transport: Transport) -> None:
         if not item.is_sent:
             continue
         if item.tensor.nbytes <= SMALL_NBYTES:
-            parts.append(as_bytes(item.tensor.contiguous()))
+            parts.append(as_bytes(item.tensor.contiguous()).cpu())
         else:
             large.append(item.tensor)
     if parts:
@@ -266,7 +267,7 @@ def lay_own_boxes(
         source = plan.sources[fqn]
         whole = own.get((fqn, source.boxes[0].offsets)) if len(source.boxes) == 1 else None
         if whole is not None:
-            full[fqn] = whole.tensor
+            full[fqn] = whole.tensor.cpu()
             continue
         full[fqn] = torch.empty(source.spec.shape, dtype=getattr(torch, source.spec.dtype))
         for box in source.boxes:

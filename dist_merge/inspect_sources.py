@@ -29,13 +29,15 @@ class OpenSources:
     """The inventory all ranks share, and the files this rank has opened.
 
     `hash` takes the SHA256 of what this rank holds. `local_dir` is the folder that holds the
-    files: the one asked for, or the one found below it; None for a live model.
+    files: the one asked for, or the one found below it; None for a live model. `device` is the
+    CUDA device of this rank's shards where every rank's lie on one, such as `cuda:3`.
     """
 
     inventory: SourceInventory
     reader: SourceReader
     hash: Callable[[Group], dict[str, str]]
     local_dir: Path | None
+    device: str | None = None
 
 
 def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:

@@ -19,7 +19,7 @@ from .describe import describe_inventory, describe_plan
 from .errors import PlanError
 from .files import sha256_file
 from .finish import finish_folder
-from .group import Group, local_rank, open_group
+from .group import Group, open_group
 from .inspect_base import read_base
 from .inspect_sources import OpenSources
 from .job import run_interruptibly
@@ -273,7 +273,7 @@ class MergeRun:
             self.config.comm_backend,
             group=self.group,
             buffer_nbytes=int(self.config.buffer_size),
-            local_rank=local_rank(),
+            device=self.sources.device if self.sources is not None else None,
         )
 
     def merge_shards(self, plan: MergePlan, job: Job, *, transport: Transport) -> MergedShards:

@@ -31,7 +31,7 @@ class LiveReader:
         rank: This rank.
         snapshot: Copies of the local pieces by key; without, the live ones are read.
 
-    Memory: pieces on a GPU are copied to the host while their bucket is gathered.
+    Memory: none of its own.
     """
 
     def __init__(
@@ -68,9 +68,13 @@ class LiveReader:
         return [replace(shard, holder=holder) for shard in self._shards]
 
     def read(self, source_file: str, source_key: str) -> torch.Tensor:
-        """See `contracts.SourceReader`; pieces on a device come as host copies."""
-        piece = self._pieces[source_key]
-        return piece if piece.device.type == "cpu" else piece.cpu()
+        """See `contracts.SourceReader`; a piece may lie on a GPU."""
+        return self._pieces[source_key]
+
+    def cuda_device(self) -> str | None:
+        """CUDA device on which pieces lie; pieces offloaded to the host may lie beside them."""
+        found = {str(p.device) for p in self._pieces.values() if p.device.type == "cuda"}
+        return min(found, default=None)
 
     def hash_shards(self, group: Group) -> dict[str, str]:
         """One SHA256 over names, places and 128-bit digests of this rank's pieces."""
@@ -172,6 +176,7 @@ class LiveInput:
             "describe-live", lambda: LiveReader(model.state, rank=group.rank, snapshot=snapshot)
         )
         payloads = group.exchange("shards", encode_shards(reader.describe(group.rank), []))
+        devices = group.exchange("devices", (reader.cuda_device() or "").encode())
         text = json.dumps(model.config, sort_keys=True)
         inventory = SourceInventory(
             backend=LIVE,
@@ -182,7 +187,8 @@ class LiveInput:
             actor_config=model.config,
             actor_config_sha256=hashlib.sha256(text.encode()).hexdigest(),
         )
-        return OpenSources(inventory, reader, reader.hash_shards, None)
+        device = devices[group.rank].decode() if all(devices) else None
+        return OpenSources(inventory, reader, reader.hash_shards, None, device)
 
     def find_settings(
         self, names: AdapterNames, sources: OpenSources, group: Group

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from ..contracts import Transport
 from ..errors import RequestError
-from ..group import Group
+from ..group import Group, local_rank
 from .gloo import GlooTransport
 from .nccl import DeviceTransport
 
 
 def open_transport(
-    comm_backend: str, *, group: Group, buffer_nbytes: int, local_rank: int
+    comm_backend: str, *, group: Group, buffer_nbytes: int, device: str | None
 ) -> Transport:
-    """Return the transport for `comm_backend`; `auto` means gloo, as rank files lie on the host.
+    """Return the transport for `comm_backend`; `auto` is nccl where all shards lie on GPUs.
 
     Args:
         comm_backend: auto, gloo or nccl.
         group: The ranks of this run.
         buffer_nbytes: Size of a device buffer, for transports that have one.
-        local_rank: CUDA device index to use for nccl.
+        device: This rank's CUDA device where the shards of every rank lie on one, else None.
 
     Ranks: collective.
     """
+    if comm_backend == "nccl" or (comm_backend == "auto" and device and dist.is_nccl_available()):
+        device = device or f"cuda:{local_rank()}"
+        return DeviceTransport.open_nccl(group, buffer_nbytes=buffer_nbytes, device=device)
     if comm_backend in ("auto", "gloo"):
         return GlooTransport(group)
-    if comm_backend == "nccl":
-        return DeviceTransport.open_nccl(group, buffer_nbytes=buffer_nbytes, local_rank=local_rank)
     raise RequestError("bad-option", f"`comm_backend` is {comm_backend!r}")

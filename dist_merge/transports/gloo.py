@@ -51,7 +51,8 @@ class GlooTransport:
             works += [
                 self._gloo.send([piece], 0, 0)
                 for message in outgoing
-                for piece in split_message(message, PIECE_NBYTES)
+                # gloo reads host memory only.
+                for piece in split_message(message.cpu(), PIECE_NBYTES)
             ]
             for work in works:
                 work.wait()

@@ -101,6 +101,23 @@ def full_disk() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def device_transport() -> Iterator[None]:
+    """The transport of GPUs, with gloo and buffers in host memory in their place."""
+    from datetime import timedelta
+
+    from dist_merge import run
+    from dist_merge.transports.nccl import DeviceTransport
+
+    def open_device(_: str, *, group: Any, **options: Any) -> Any:
+        limit = timedelta(seconds=60)
+        gloo = dist.ProcessGroupGloo(group.make_store("gloo"), group.rank, group.size, limit)
+        return DeviceTransport(gloo, device=torch.device("cpu"), buffer_nbytes=3000)
+
+    with mock.patch.object(run, "open_transport", open_device):
+        yield
+
+
 PLANTS: dict[str, Any] = {
     "swap_rows": swap_rows,
     "flip_weights": lambda: flip_byte("diffusion_pytorch_model.safetensors", 200_000),
@@ -108,6 +125,7 @@ PLANTS: dict[str, Any] = {
     "break_writes": lambda: break_writes(0, 40),
     "no_noreplace": lambda: no_noreplace(""),
     "full_disk": full_disk,
+    "device_transport": device_transport,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import pickle
@@ -325,6 +326,10 @@ def no_noreplace(w: Workshop) -> None:
     w.plant = "no_noreplace"
 
 
+def device_transport(w: Workshop) -> None:
+    w.plant = "device_transport"
+
+
 # Case -> (error id, a part of its message); None where the merge must succeed.
 CASES: dict[Callable[[Workshop], None], tuple[str, str] | None] = {
     no_trust: ("untrusted-checkpoint", "require explicit trust_checkpoint=True"),
@@ -375,6 +380,7 @@ CASES: dict[Callable[[Workshop], None], tuple[str, str] | None] = {
     flip_copy: ("copy-differs", "merges.txt"),
     target_appears: ("target-exists", "already exists"),
     no_noreplace: None,
+    device_transport: None,
 }
 IDS = [make.__name__ for make in CASES]
 
@@ -443,3 +449,11 @@ def test_case(outcomes: dict[str, Any], make: Callable[[Workshop], None]) -> Non
         assert list_entries(workshop.target) == [], "someone else's folder was touched"
     else:
         assert list_entries(workshop.target) == outcome["before"], "the target was touched"
+
+
+def test_device_transport_same_bytes(outcomes: dict[str, Any]) -> None:
+    """Catches pieces laid in the wrong order while two buffers take turns."""
+    one, two = (outcomes[name]["workshop"].target for name in ("no_noreplace", "device_transport"))
+    names = sorted(p.relative_to(one).as_posix() for p in one.rglob("*") if p.is_file())
+    _, mismatch, errors = filecmp.cmpfiles(one, two, names, shallow=False)
+    assert (mismatch, errors) == ([], [])

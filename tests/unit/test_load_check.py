@@ -29,7 +29,10 @@ def save_config(folder: Path, family: str) -> dict[str, TensorSpec]:
 def test_check_load_of_a_fitting_folder_passes(tmp_path: Path, family: str) -> None:
     """Catches a class whose state dict is not what its files hold."""
     tensors = save_config(tmp_path, family)
+    before = torch.get_rng_state()
     assert check_load(tmp_path, directory=".", tensors=tensors) == "passed"
+    # A trainer may draw numbers in another thread meanwhile, so nothing may be drawn here.
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_check_load_names_missing_unexpected_and_misshapen_tensors(tmp_path: Path) -> None:
