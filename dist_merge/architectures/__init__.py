@@ -5,25 +5,45 @@ from __future__ import annotations
 from ..contracts import Architecture
 from ..errors import BaseModelError, make_list
 from .boogu import BOOGU
+from .chroma import CHROMA
+from .cogvideox import COGVIDEOX
+from .cosmos import COSMOS
 from .flux import FLUX
 from .flux2 import FLUX2
+from .hidream import HIDREAM
+from .hunyuan_video15 import HUNYUAN_VIDEO15
+from .kandinsky5 import KANDINSKY5
 from .ltx2 import LTX2
 from .minimax_h3 import MINIMAX_H3, MINIMAX_H3_NATIVE
-from .qwen_image import QWEN_IMAGE
+from .ovis_image import OVIS_IMAGE
+from .qwen_image import QWEN_IMAGE, QWEN_IMAGE_21
+from .sana import SANA, SANA_VIDEO
 from .sd3 import SD3
 from .wan import WAN, WAN_VACE
+from .z_image import Z_IMAGE
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     QWEN_IMAGE,
+    QWEN_IMAGE_21,
     SD3,
     FLUX,
     FLUX2,
     WAN,
     WAN_VACE,
     LTX2,
-    BOOGU,
     MINIMAX_H3,
     MINIMAX_H3_NATIVE,
+    BOOGU,
+    Z_IMAGE,
+    HUNYUAN_VIDEO15,
+    COGVIDEOX,
+    OVIS_IMAGE,
+    SANA,
+    SANA_VIDEO,
+    CHROMA,
+    HIDREAM,
+    COSMOS,
+    KANDINSKY5,
 )
 
 

@@ -31,3 +31,21 @@ QWEN_IMAGE = IdentityArchitecture(
         "QwenImageControlNetInpaintPipeline": PipelineSpec(_CONTROL),
     },
 )
+
+QWEN_IMAGE_21 = IdentityArchitecture(
+    name="qwen_image_21",
+    transformer_class="QwenImage21Transformer2DModel",
+    module="diffusers.models.transformers.transformer_qwenimage21",
+    pipelines={
+        "QwenImage21Pipeline": PipelineSpec(
+            {
+                "scheduler": FLOW_MATCH,
+                "vae": ("AutoencoderKLQwenImage21",),
+                "text_encoder": ("Qwen3VLForConditionalGeneration",),
+                "processor": ("Qwen3VLProcessor", "AutoProcessor"),
+                "transformer": ("QwenImage21Transformer2DModel",),
+            },
+            options={"sample_sigmas": (list, type(None))},
+        )
+    },
+)

@@ -11,11 +11,17 @@ from safetensors.torch import load_file
 
 from dist_merge import ModelMergerConfig, merge_model
 from tests.helpers.launch import torchrun
-from tests.helpers.tiny_transformers import TINY_TRANSFORMERS, run_forward
+from tests.helpers.tiny_transformers import list_all, run_forward
 
+FAMILIES = list_all()
 # Name parts that the classes keep in fp32 under a 16-bit cast.
+_WAN = ("rope", "time_embedder", "scale_shift_table", "norm1", "norm2", "norm3")
 ISLANDS = {
-    "wan": ("rope", "time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"),
+    "wan": _WAN,
+    "wan_vace": _WAN,
+    "wan_i2v_21": _WAN,
+    "cosmos": ("learnable_pos_embed",),
+    "kandinsky5": ("time_embeddings", "modulation", "visual_modulation", "text_modulation"),
     "minimax_h3": (
         "proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out", "rope",
     ),
@@ -50,7 +56,7 @@ def merge(family: Path, target: Path, dtype: str) -> dict[str, torch.Tensor]:
     return load_file(target / "diffusion_pytorch_model.safetensors")
 
 
-@pytest.mark.parametrize("name", TINY_TRANSFORMERS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_family_reloads_with_the_trained_weights(families: Path, tmp_path: Path, name: str) -> None:
     """Catches a family whose tensors are renamed, lost or reordered on the way."""
     import diffusers
@@ -60,7 +66,7 @@ def test_family_reloads_with_the_trained_weights(families: Path, tmp_path: Path,
     assert set(found) == set(reference)
     for tensor_name, tensor in reference.items():
         assert torch.equal(found[tensor_name], tensor), tensor_name
-    model_class = getattr(diffusers, TINY_TRANSFORMERS[name].class_name)
+    model_class = getattr(diffusers, FAMILIES[name].class_name)
     model, info = model_class.from_pretrained(str(tmp_path / "out"), output_loading_info=True)
     assert not any(info.values()), info
     for parameter in model.parameters():
@@ -74,7 +80,7 @@ def test_family_reloads_with_the_trained_weights(families: Path, tmp_path: Path,
     assert all(torch.equal(a, b) for a, b in zip(outputs, trained, strict=True))
 
 
-@pytest.mark.parametrize("name", TINY_TRANSFORMERS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_family_cast_keeps_fp32_islands(families: Path, tmp_path: Path, name: str) -> None:
     """Catches islands rounded to 16 bits, and tensors kept in fp32 that are no islands."""
     found = merge(families / name, tmp_path / "out", "bfloat16")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from .tiny_models import build_pipeline as build_qwen
+from .tiny_models import run_forward as run_qwen
 from .tiny_transformers import TINY_TRANSFORMERS, build
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -256,6 +258,19 @@ def build_ltx2(folder: Path) -> None:
     save(pipeline, folder)
 
 
+def build_qwen_edit(folder: Path) -> None:
+    """Qwen-Image-Edit; the processor's folder is made by hand, its class needs torchvision."""
+    build_qwen(folder)
+    path = folder / "model_index.json"
+    index = json.loads(path.read_text())
+    index["_class_name"] = "QwenImageEditPipeline"
+    index["processor"] = ["transformers", "Qwen2VLProcessor"]
+    path.write_text(json.dumps(index, indent=2))
+    shutil.copytree(folder / "tokenizer", folder / "processor")
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14}
+    (folder / "processor" / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
 def build_boogu(folder: Path) -> None:
     """Boogu-Image as published: shims, index and files by hand, weights of the stand-in class."""
     from boogu.models.transformers.transformer_boogu import BooguImageTransformer2DModel
@@ -292,6 +307,7 @@ def build_boogu(folder: Path) -> None:
 
 
 PIPELINES: dict[str, Callable[[Path], None]] = {
+    "qwen_edit": build_qwen_edit,
     "sd3": build_sd3,
     "flux": build_flux,
     "wan": build_wan,
@@ -310,6 +326,8 @@ def family_of(name: str) -> str:
 def run_pipeline_forward(model: Any, name: str) -> list[torch.Tensor]:
     """Outputs of one forward pass of a pipeline's transformer."""
     family = family_of(name)
+    if family == "qwen":
+        return [run_qwen(model)]
     if family == "boogu":
         generator = torch.Generator().manual_seed(4)
         return [model(torch.randn(2, 5, 24, generator=generator))]

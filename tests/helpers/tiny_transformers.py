@@ -136,16 +136,26 @@ TINY_TRANSFORMERS = {
 }  # fmt: skip
 
 
+def list_all() -> dict[str, TinyTransformer]:
+    """The families with a pipeline of their own in the tests, and their siblings."""
+    from .tiny_siblings import TINY_SIBLINGS
+
+    return {**TINY_TRANSFORMERS, **TINY_SIBLINGS}
+
+
 def build(name: str, *, seed: int = 0) -> Any:
     """Build one tiny transformer with weights from a seed."""
     import diffusers
 
-    tiny = TINY_TRANSFORMERS[name]
+    tiny = list_all()[name]
     torch.manual_seed(seed)
     return getattr(diffusers, tiny.class_name)(**tiny.config)
 
 
 def run_forward(model: Any, name: str) -> list[torch.Tensor]:
     """Outputs of one forward pass."""
-    outputs = model(**TINY_TRANSFORMERS[name].make_inputs(), return_dict=False)
-    return [output for output in outputs if isinstance(output, torch.Tensor)]
+    outputs = model(**list_all()[name].make_inputs(), return_dict=False)
+    flat = [
+        part for output in outputs for part in (output if isinstance(output, list) else [output])
+    ]
+    return [output for output in flat if isinstance(output, torch.Tensor)]

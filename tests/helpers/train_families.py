@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from .tiny_transformers import TINY_TRANSFORMERS, build, run_forward
+from .tiny_transformers import build, list_all, run_forward
 from .train_fsdp import full_state, save_actor
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for name in TINY_TRANSFORMERS:
+    for name in list_all():
         train_family(name, arguments.out / name)
     dist.destroy_process_group()
 

@@ -12,12 +12,12 @@ import torch
 from dist_merge.errors import ArtifactError
 from dist_merge.load_check import check_load
 from dist_merge.records import TensorSpec
-from tests.helpers.tiny_transformers import TINY_TRANSFORMERS
+from tests.helpers.tiny_transformers import list_all
 
 
 def save_config(folder: Path, family: str) -> dict[str, TensorSpec]:
     """Save a real class's config; returns the tensors it makes."""
-    tiny = TINY_TRANSFORMERS[family]
+    tiny = list_all()[family]
     with torch.device("meta"):
         model = getattr(diffusers, tiny.class_name)(**tiny.config)
     model.save_config(folder)
@@ -25,7 +25,7 @@ def save_config(folder: Path, family: str) -> dict[str, TensorSpec]:
     return {name: TensorSpec(tuple(value.shape), "float32") for name, value in state.items()}
 
 
-@pytest.mark.parametrize("family", sorted(TINY_TRANSFORMERS))
+@pytest.mark.parametrize("family", sorted(list_all()))
 def test_check_load_of_a_fitting_folder_passes(tmp_path: Path, family: str) -> None:
     """Catches a class whose state dict is not what its files hold."""
     tensors = save_config(tmp_path, family)
