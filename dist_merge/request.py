@@ -11,7 +11,8 @@ from .errors import RequestError
 OUTPUT_FORMATS = ("pipeline", "transformer")
 DTYPE_CHOICES = ("preserve", "base", "float32", "float16", "bfloat16")
 COMPONENTS = ("transformer", "transformer_2")
-COMM_BACKENDS = ("auto", "gloo", "nccl")
+COMM_SHARD_ORDERS = ("left-to-right", "right-to-left")
+BACKENDS = ("auto", "gloo", "nccl")
 BACKENDS = ("auto", "fsdp", "dcp", "hf")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -60,6 +61,8 @@ class ModelMergerConfig:
     fuse_lora: bool = False
     lora_config: str | Path | None = None
     allow_suspicious_zeros: bool = False
+    check_crc: bool = False
+    assume_shard_order: str | None = None
     trust_checkpoint: bool = False
     trust_remote_code: bool = False
     compare_base: bool = True
@@ -76,11 +79,12 @@ class ModelMergerConfig:
             ("component", COMPONENTS),
             ("dtype", DTYPE_CHOICES),
             ("comm_backend", COMM_BACKENDS),
+            ("assume_shard_order", (None, *SHARD_ORDERS)),
         ):
             value = getattr(self, name)
             if value not in choices:
                 raise RequestError(
-                    "bad-option", f"`{name}` is {value!r}", expected=", ".join(choices)
+                    "bad-option", f"`{name}` is {value!r}", expected=", ".join(map(str, choices))
                 )
         for name in (
             "local_dir",
