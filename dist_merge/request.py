@@ -11,8 +11,8 @@ from .errors import RequestError
 OUTPUT_FORMATS = ("pipeline", "transformer")
 DTYPE_CHOICES = ("preserve", "base", "float32", "float16", "bfloat16")
 COMPONENTS = ("transformer", "transformer_2")
-COMM_SHARD_ORDERS = ("left-to-right", "right-to-left")
-BACKENDS = ("auto", "gloo", "nccl")
+COMM_BACKENDS = ("auto", "gloo", "nccl")
+SHARD_ORDERS = ("left-to-right", "right-to-left")
 BACKENDS = ("auto", "fsdp", "dcp", "hf")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

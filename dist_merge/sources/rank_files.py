@@ -20,7 +20,7 @@ from .zip_check import check_crc
 NAME = re.compile(r"model_world_size_([1-9]\d*)_rank_(0|[1-9]\d*)\.pt")
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankFileSource:
     """A folder of rank files.
 

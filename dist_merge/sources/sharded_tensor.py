@@ -60,7 +60,7 @@ class ShardedTensorView(torch.Tensor):
         self.state = state
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
         """Detaching is all that is ever asked for, by torch itself."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..errors import SourceError
 from .sharded_tensor import list_stand_ins
@@ -72,9 +73,9 @@ def load_rank_file(path: Path) -> RankFile:
 def load_on_cpu(path: Path) -> Any:
     """Load with storages of any device mapped to host memory.
 
-    A device that only a plugin provides is unknown to torch even as a name, so the name is given to
-    torch's slot for such devices first, once per process. Where the plugin is there, or the slot has
-    another name, nothing is renamed.
+    A device that only a plugin provides is unknown to torch even as a name, so the name is given
+    to torch's slot for such devices first, once per process. Where the plugin is there, or the slot
+    has another name, nothing is renamed.
     """
     try:
         return torch.load(str(path), weights_only=True, mmap=True, map_location="cpu")
@@ -82,7 +83,7 @@ def load_on_cpu(path: Path) -> Any:
         names = [name for name in PLUGIN_DEVICES if f"device string: {name}" in str(error)]
         if not names or torch._C._get_privateuse1_backend_name() != "privateuseone":
             raise
-        torch.utils.rename_privateuse1_backend(names[0])
+        rename_privateuse1_backend(names[0])
         return torch.load(str(path), weights_only=True, mmap=True, map_location="cpu")
 
 
