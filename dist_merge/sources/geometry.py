@@ -6,8 +6,9 @@ Source: torch's DTensor (`_utils.compute_local_shape_and_global_offset`, `_Strid
 A strided shard can be read in two ways. As a *sequence*, it says which mesh axis split first: FSDP2
 over tensor parallelism cuts like that, and every piece is one run of rows. As an *interleaving*,
 torch cuts left to right and a piece may be several runs: `distribute_tensor` does that. Both agree
-where sizes are even; elsewhere the size of the stored piece tells, and the proof that all pieces
-tile the tensor stands behind it.
+where sizes are even; elsewhere the sizes of the stored pieces tell: where two axes split a dim,
+pieces read in the wrong way never tile the tensor, which the plan proves. Where three axes do, a
+piece that fits both readings is refused, unless the user states the order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from math import prod
 
 from ..errors import SourceError
 
-ORDERS = ("left-to-right", "right-to-left")
+RIGHT_TO_LEFT = "right-to-left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Layout:
 
     `shard_order` is tensor dim -> mesh axes in the order they split it, where the file says so.
     `is_interleaved` means that strided shards are never to be read as a sequence.
-    `assumed_order` is the user's word (one of `ORDERS`) for a tensor of which nothing else tells.
+    `is_order_unknown` means that the writer could not have noted another order than left to right.
+    `assumed_order` is the user's word on tensors of which nothing else tells.
     """
 
     mesh_shape: tuple[int, ...]
@@ -44,6 +46,7 @@ class Layout:
     placements: tuple[Placement, ...]
     shard_order: Mapping[int, Sequence[int]]
     is_interleaved: bool = False
+    is_order_unknown: bool = False
     assumed_order: str | None = None
 
 
@@ -89,8 +92,42 @@ def locate_boxes(
                 found=str(list(local_shape)),
                 hint="the file is damaged or was edited",
             )
-        chosen.append(fitting[0])
+        chosen.append(choose_reading(dim, fitting, layout))
     return tuple(make_boxes(chosen))
+
+
+def choose_reading(dim: int, fitting: Sequence[Runs], layout: Layout) -> Runs:
+    """Choose between the sequence, which comes first, and the interleaving."""
+    if len(set(fitting)) == 1 or count(fitting[0]) == 0:
+        return fitting[0]
+    splits = [axis for axis in list_axes(dim, layout) if layout.mesh_shape[axis] > 1]
+    if len(splits) > 2 and layout.assumed_order is None:
+        raise ambiguous(dim, layout, expected="a piece whose size fits one reading only")
+    if len(splits) > 2 and layout.assumed_order != RIGHT_TO_LEFT:
+        return fitting[1]
+    return fitting[0]
+
+
+def ambiguous(dim: int, layout: Layout, *, expected: str) -> SourceError:
+    """Make the error for a tensor of which nothing tells which mesh axis split first."""
+    splits = [
+        f"Shard({p.dim})" if p.split_factor in (None, 1) else f"_StridedShard({p.split_factor})"
+        for p in layout.placements
+        if p.dim == dim
+    ]
+    return SourceError(
+        "shard-order-ambiguous",
+        f"{len(splits)} mesh axes split dim {dim}, and the file does not tell which did first",
+        expected=expected,
+        found=f"{', '.join(splits)} on a mesh of {list(layout.mesh_shape)}",
+        hint="pass --assume-shard-order right-to-left for FSDP over tensor parallelism, "
+        "left-to-right for tensors that one distribute_tensor call placed",
+    )
+
+
+def list_axes(dim: int, layout: Layout) -> list[int]:
+    """Mesh axes that split `dim`."""
+    return [axis for axis, placement in enumerate(layout.placements) if placement.dim == dim]
 
 
 def check_layout(shape: Sequence[int], layout: Layout) -> None:
@@ -116,7 +153,7 @@ def check_layout(shape: Sequence[int], layout: Layout) -> None:
 
 def list_candidates(dim: int, length: int, layout: Layout) -> list[Runs]:
     """Rows a piece may hold along `dim`, the likelier reading first."""
-    axes = [axis for axis, placement in enumerate(layout.placements) if placement.dim == dim]
+    axes = list_axes(dim, layout)
     is_strided = any(layout.placements[axis].split_factor not in (None, 1) for axis in axes)
     candidates = []
     if is_strided:
@@ -128,8 +165,12 @@ def list_candidates(dim: int, length: int, layout: Layout) -> list[Runs]:
     order = list(layout.shard_order.get(dim, axes))
     if sorted(order) != axes:
         raise SourceError("placement-unknown", f"bad shard order of dim {dim}: {order}")
-    if layout.assumed_order == "right-to-left":
-        order = axes[::-1]
+    if layout.is_order_unknown and sum(layout.mesh_shape[axis] > 1 for axis in axes) > 1:
+        if layout.assumed_order is None:
+            expected = "a strided placement, which the torch that saved this did not have"
+            raise ambiguous(dim, layout, expected=expected)
+        if layout.assumed_order == RIGHT_TO_LEFT:
+            order = axes[::-1]
     return [split_in_order(length, order, layout)]
 
 

@@ -15,10 +15,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class MeshView:
-    """One rank's view of a mesh: `rank` is the training rank that stands at `coordinate`."""
+    """One rank's view of a mesh: `rank` is the training rank that stands at `coordinate`.
+
+    `coordinate` is None on a rank that is not on the mesh and so holds nothing of the tensor.
+    """
 
     shape: tuple[int, ...]
-    coordinate: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
     names: tuple[str, ...]
     rank: int | None
 
@@ -31,8 +34,10 @@ def read_mesh(mesh: Any) -> MeshView:
             its parts contradict each other.
     """
     fields: Mapping[str, Any] = mesh.__dict__
-    coordinate = tuple(int(c) for c in fields["_coordinate_on_dim"])
     names = tuple(fields.get("mesh_dim_names") or fields.get("_mesh_dim_names") or ())
+    if fields["_coordinate_on_dim"] is None:
+        return MeshView((), None, names, fields.get("_rank"))
+    coordinate = tuple(int(c) for c in fields["_coordinate_on_dim"])
     if "mesh" in fields:
         grid = fields["mesh"]
         shape = tuple(int(size) for size in grid.shape)

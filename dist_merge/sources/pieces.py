@@ -6,7 +6,7 @@ Each value is judged by itself, never by its neighbours, its name or its size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from ..errors import SourceError
 from ..records import DTYPES, LocalShard
 from .geometry import Layout, Placement, locate_boxes
-from .mesh import MeshView, read_mesh
+from .mesh import read_mesh
 from .sharded_tensor import ShardedTensorView, read_shards
 from .unpickle import flat_parameter_error
 
@@ -50,7 +50,7 @@ class Piece:
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class PieceDescriber:
     """Describes the values of one rank file, `path`, of training rank `rank`."""
 
@@ -58,7 +58,6 @@ class PieceDescriber:
     rank: int | None
     is_old: bool = False
     assumed_order: str | None = None
-    notes: list[str] = field(default_factory=list)
 
     def describe(self, fqn: str, key: str, value: Any) -> Iterator[Piece]:
         """Yield the pieces of one value.
@@ -102,6 +101,8 @@ class PieceDescriber:
                 hint="it is damaged, or of a torch release this version does not know",
             ) from error
         self._check_rank(mesh.rank)
+        if mesh.coordinate is None:
+            return
         placements = tuple(read_placement(placement) for placement in spec.placements)
         stated = getattr(spec, "shard_order", None) or ()
         layout = Layout(
@@ -110,7 +111,10 @@ class PieceDescriber:
             placements,
             shard_order={entry.tensor_dim: tuple(entry.mesh_dims) for entry in stated},
             is_interleaved=getattr(spec, "use_strided_shard_as_shard_order", None) is False,
-            assumed_order=self._resolve_order(mesh, placements),
+            # FSDP over tensor parallelism splits right to left, which that torch wrote like a split
+            # from left to right.
+            is_order_unknown=self.is_old and any(is_tensor_parallel(name) for name in mesh.names),
+            assumed_order=self.assumed_order,
         )
         shape, local = tuple(value.shape), take_data(value._local_tensor, value.dtype)
         boxes = locate_boxes(shape, local_shape=local.shape, layout=layout)
@@ -157,34 +161,6 @@ class PieceDescriber:
                 found=f"rank {rank}",
                 hint="give the files back their names",
             )
-
-    def _resolve_order(self, mesh: MeshView, placements: tuple[Placement, ...]) -> str | None:
-        """Return the user's order where nothing else tells it, None where something does.
-
-        A torch without strided shards wrote FSDP over tensor parallelism, which splits right to
-        left, with the same placements as a left-to-right split.
-        """
-        if not self.is_old or not any(is_tensor_parallel(name) for name in mesh.names):
-            return None
-        split = [
-            p.dim
-            for p, n in zip(placements, mesh.shape, strict=True)
-            if p.dim is not None and n > 1
-        ]
-        is_strided = any(p.split_factor not in (None, 1) for p in placements)
-        if len(set(split)) == len(split) or is_strided:
-            return None
-        if self.assumed_order is None:
-            raise SourceError(
-                "shard-order-ambiguous",
-                "two mesh axes split one dim, and the file does not tell which one did first",
-                expected="a strided placement, which the torch that saved this did not have",
-                found=f"mesh {list(mesh.names)}, placements {[p.dim for p in placements]}",
-                hint="pass --assume-shard-order right-to-left for FSDP over tensor parallelism, "
-                "left-to-right for tensors that were distributed in one call",
-            )
-        self.notes.append(f"shard order taken from the command line: {self.assumed_order}")
-        return self.assumed_order
 
 
 def is_tensor_parallel(name: str) -> bool:

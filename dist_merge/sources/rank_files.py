@@ -101,6 +101,8 @@ class RankFileSource:
             if self.check_crc:
                 check_crc(local_dir / file.path)
             opened[file.path] = load_rank_file(local_dir / file.path)
+        if self.assume_shard_order:
+            notes.append(f"where files do not tell, shard order is {self.assume_shard_order}")
         return RankFileReader(opened, notes, assumed_order=self.assume_shard_order)
 
 
@@ -131,7 +133,6 @@ class RankFileReader:
             for fqn, key in names.items():
                 for piece in describer.describe(fqn, key, file.state[key]):
                     shards.append(self._add(piece, holder=holder))
-            self._notes += describer.notes
         return shards
 
     def _add(self, piece: Piece, *, holder: int) -> LocalShard:
