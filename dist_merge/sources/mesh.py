@@ -17,13 +17,20 @@ from typing import Any
 class MeshView:
     """One rank's view of a mesh: `rank` is the training rank that stands at `coordinate`.
 
-    `coordinate` is None on a rank that is not on the mesh and so holds nothing of the tensor.
+    `lines` are, per axis, the ranks one meets along it through `coordinate`. `coordinate` is None
+    on a rank that is not on the mesh and so holds nothing of the tensor.
     """
 
     shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
     names: tuple[str, ...]
     rank: int | None
+    lines: tuple[tuple[int, ...], ...] = ()
+
+    def is_ascending(self, axis: int) -> bool:
+        """Whether ranks ascend along an axis."""
+        line = self.lines[axis]
+        return line == tuple(sorted(line))
 
 
 def read_mesh(mesh: Any) -> MeshView:
@@ -41,35 +48,57 @@ def read_mesh(mesh: Any) -> MeshView:
     if "mesh" in fields:
         grid = fields["mesh"]
         shape = tuple(int(size) for size in grid.shape)
-        return MeshView(shape, coordinate, names, int(grid[coordinate]))
-    axes = read_axes(fields["_layout"])
-    shape = tuple(prod(size for size, _ in axis) for axis in axes)
-    return MeshView(shape, coordinate, names, read_rank(fields, axes, coordinate))
-
-
-def read_rank(
-    fields: Mapping[str, Any], axes: list[list[tuple[int, int]]], coordinate: tuple[int, ...]
-) -> int | None:
-    """Training rank at `coordinate` of a mesh that is laid over a list of ranks."""
-    ranks = [int(rank) for rank in fields["_flatten_rank_map"]]
-    if prod(size for axis in axes for size, _ in axis) == len(ranks):
-        position = sum(
-            digit * stride
-            for axis, index in zip(axes, coordinate, strict=True)
-            for digit, stride in split_index(axis, index)
-        )
-        rank = ranks[position]
-    elif fields.get("_rank") is not None:
-        # A mesh sliced from a larger one: its layout tells distances, not where it begins.
-        rank = int(fields["_rank"])
-        if locate_rank(axes, ranks.index(rank)) != coordinate:
-            raise ValueError(f"rank {rank} does not stand at {list(coordinate)}")
+        rank = int(grid[coordinate])
+        lines = [
+            [int(grid[replace(coordinate, axis, index)]) for index in range(size)]
+            for axis, size in enumerate(shape)
+        ]
     else:
-        root = fields.get("_root_mesh")
-        return read_mesh(root).rank if root is not None else None
-    if int(fields.get("_rank", rank)) != rank:
-        raise ValueError(f"rank {fields['_rank']} does not stand at {list(coordinate)}")
-    return rank
+        axes = read_axes(fields["_layout"])
+        shape = tuple(prod(size for size, _ in axis) for axis in axes)
+        ranks = [int(rank) for rank in fields["_flatten_rank_map"]]
+        position = find_position(fields, axes, coordinate, ranks)
+        rank, start = ranks[position], position - measure(axes, coordinate)
+        lines = [
+            [ranks[start + measure(axes, replace(coordinate, axis, i))] for i in range(size)]
+            for axis, size in enumerate(shape)
+        ]
+    return MeshView(shape, coordinate, names, rank, tuple(map(tuple, lines)))
+
+
+def replace(coordinate: tuple[int, ...], axis: int, index: int) -> tuple[int, ...]:
+    """Move along one axis."""
+    return (*coordinate[:axis], index, *coordinate[axis + 1 :])
+
+
+def find_position(
+    fields: Mapping[str, Any],
+    axes: list[list[tuple[int, int]]],
+    coordinate: tuple[int, ...],
+    ranks: list[int],
+) -> int:
+    """Position, in the list of ranks a mesh is laid over, of the rank at `coordinate`."""
+    rank = fields.get("_rank")
+    if prod(size for axis in axes for size, _ in axis) == len(ranks):
+        position = measure(axes, coordinate)
+    else:
+        # A mesh sliced from a larger one: its layout tells distances, not where it begins.
+        rank = int(read_mesh(fields["_root_mesh"]).rank or 0) if rank is None else int(rank)
+        position = ranks.index(rank)
+        if locate(axes, position) != coordinate:
+            raise ValueError(f"rank {rank} does not stand at {list(coordinate)}")
+    if rank is not None and int(rank) != ranks[position]:
+        raise ValueError(f"rank {rank} does not stand at {list(coordinate)}")
+    return position
+
+
+def measure(axes: list[list[tuple[int, int]]], coordinate: tuple[int, ...]) -> int:
+    """Distance of a coordinate from the mesh's first rank, in the list of ranks."""
+    return sum(
+        digit * stride
+        for axis, index in zip(axes, coordinate, strict=True)
+        for digit, stride in split_index(axis, index)
+    )
 
 
 def read_axes(layout: Any) -> list[list[tuple[int, int]]]:
@@ -101,7 +130,7 @@ def split_index(axis: list[tuple[int, int]], index: int) -> list[tuple[int, int]
     return digits
 
 
-def locate_rank(axes: list[list[tuple[int, int]]], position: int) -> tuple[int, ...]:
+def locate(axes: list[list[tuple[int, int]]], position: int) -> tuple[int, ...]:
     """Coordinate of a position in the list of ranks."""
     coordinate = []
     for axis in axes:

@@ -14,7 +14,7 @@ import torch
 from ..errors import SourceError
 from ..records import DTYPES, LocalShard
 from .geometry import Layout, Placement, locate_boxes
-from .mesh import read_mesh
+from .mesh import MeshView, read_mesh
 from .sharded_tensor import ShardedTensorView, read_shards
 from .unpickle import flat_parameter_error
 
@@ -104,6 +104,7 @@ class PieceDescriber:
         if mesh.coordinate is None:
             return
         placements = tuple(read_placement(placement) for placement in spec.placements)
+        check_ascending(mesh, placements)
         stated = getattr(spec, "shard_order", None) or ()
         layout = Layout(
             mesh.shape,
@@ -160,6 +161,23 @@ class PieceDescriber:
                 expected=f"rank {self.rank}",
                 found=f"rank {rank}",
                 hint="give the files back their names",
+            )
+
+
+def check_ascending(mesh: MeshView, placements: tuple[Placement, ...]) -> None:
+    """Refuse pieces along an axis whose ranks do not ascend.
+
+    There torch places a piece by its coordinate or by its number in the process group, which counts
+    ranks upwards, depending on what made the tensor; and the file does not tell.
+    """
+    for axis, (line, placement) in enumerate(zip(mesh.lines, placements, strict=False)):
+        if placement.dim is not None and not mesh.is_ascending(axis):
+            raise SourceError(
+                "mesh-order",
+                "a tensor is sharded along a mesh axis whose ranks do not ascend",
+                expected="ascending ranks, as `init_device_mesh` gives",
+                found=f"ranks {list(line)}",
+                hint="train or save on a mesh with ascending ranks",
             )
 
 

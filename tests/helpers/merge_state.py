@@ -1,6 +1,6 @@
 """Merge rank files of made-up tensors with the real steps; plain or under torchrun.
 
-    merge_state WRITTEN OUT LAYOUT...
+    merge_state WRITTEN OUT LAYOUT... OPTION=VALUE...
 
 WRITTEN holds `reference.safetensors`, the schema of all layouts, and `<layout>/actor`.
 """
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 
-def merge_layouts(written: Path, out: Path, layouts: Sequence[str]) -> None:
+def merge_layouts(
+    written: Path, out: Path, layouts: Sequence[str], options: Mapping[str, Any]
+) -> None:
     """Merge every layout with the real steps and a base made from the reference's schema."""
     from dist_merge.adapters.keys import sort_names
     from dist_merge.architectures.identity import IdentityArchitecture
@@ -66,6 +68,7 @@ def merge_layouts(written: Path, out: Path, layouts: Sequence[str]) -> None:
             max_shard_size=300_000,
             buffer_size=200_000,
             quiet=True,
+            **options,
         )
         run = MergeRun(config, group=group)
         run.sources = sources = inspect_sources(config, group=group)
@@ -93,4 +96,10 @@ if __name__ == "__main__":
 
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    merge_layouts(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    words = [argument.partition("=") for argument in sys.argv[3:]]
+    merge_layouts(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        [word for word, equals, _ in words if not equals],
+        {name: value for name, equals, value in words if equals},
+    )

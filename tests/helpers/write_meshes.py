@@ -3,9 +3,10 @@
 Run under torchrun with 8 ranks. Writes below `--out`
 
     mesh/actor/...            everything in one state dict per rank
-    old/actor/...             as `mesh`, FSDP over tensor parallelism as torch 2.4 wrote it
     flat/actor/...            FSDP1's LOCAL_STATE_DICT
-    <layout>/reference...     `reference.safetensors`: what `mesh` must become
+    old/actor/...             FSDP over tensor parallelism as torch 2.4 would have written it
+    descending/actor/...      one tensor on a mesh of descending ranks
+    reference.safetensors     what `mesh` must become
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MESHES: list[tuple[Any, tuple[str, ...] | None]] = [
     ([5], ("anything",)),
     ([[0, 1, 2, 3], [4, 5, 6, 7]], ("ddp", "fsdp")),
     ([[0, 1], [2, 3], [4, 5], [6, 7]], ("dp", "tp")),
-    ([[7, 6, 5], [4, 3, 2]], None),
+    ([[2, 3, 4], [5, 6, 7]], None),
     ([[0, 1, 2, 3]], ("dp_replicate", "dp_shard")),
     ([[0], [3], [6]], ("ep", "ep_fsdp")),
     ([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], ("dp_replicate", "dp_shard", "tp")),
@@ -292,6 +293,42 @@ def write_fsdp1(state: dict[str, Any], truth: Truth) -> dict[str, Any]:
     return flat
 
 
+def make_old() -> tuple[dict[str, Any], Truth]:
+    """FSDP over tensor parallelism with the placements of a torch without strided ones."""
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_coordinate() or (0, 0)
+    full = torch.arange(16 * 3, dtype=torch.float32).view(16, 3)
+    weight = DTensor.from_local(
+        chunk(chunk(full, 2, tp), 4, dp).clone(), mesh, [Shard(0), Shard(0)], run_check=False
+    )
+    return {"weight": weight}, {"weight": full}
+
+
+def rename_classes(path: Path) -> None:
+    """Give the classes in a rank file the names that torch 2.4 knew them by."""
+    reader = torch._C.PyTorchFileReader(str(path))
+    records = {name: reader.get_record(name) for name in reader.get_all_records()}
+    for old, new in (
+        (b"ctorch.distributed.tensor\nDTensor", b"ctorch.distributed._tensor.api\nDTensor"),
+        (
+            b"ctorch.distributed.tensor.placement_types",
+            b"ctorch.distributed._tensor.placement_types",
+        ),
+    ):
+        assert old in records["data.pkl"]
+        records["data.pkl"] = records["data.pkl"].replace(old, new)
+    writer = torch._C.PyTorchFileWriter(str(path))
+    for name, record in records.items():
+        if name not in ("version", ".data/serialization_id", ".format_version"):
+            writer.write_record(name, record, len(record))
+    writer.write_end_of_file()
+
+
+def make_descending() -> dict[str, Any]:
+    mesh = DeviceMesh("cpu", list(range(WORLD_SIZE))[::-1])
+    return {"weight": distribute_tensor(torch.arange(16.0), mesh, [Shard(0)])}
+
+
 def save(state: dict[str, Any], folder: Path) -> None:
     """Save this rank's file, and the config on rank 0."""
     if dist.get_rank() == 0:
@@ -322,9 +359,14 @@ def main() -> None:
     flat = write_fsdp1(state, truth)
     save(state, out / "mesh" / "actor")
     save(flat, out / "flat" / "actor")
+    save(make_descending(), out / "descending" / "actor")
+    old, old_truth = make_old()
+    save(old, out / "old" / "actor")
+    rename_classes(out / "old" / "actor" / f"model_world_size_8_rank_{dist.get_rank()}.pt")
     if dist.get_rank() == 0:
         contiguous = {key: value.contiguous().clone() for key, value in truth.items()}
         save_file(contiguous, out / "reference.safetensors")
+        save_file(old_truth, out / "old" / "reference.safetensors")
     dist.barrier()
     dist.destroy_process_group()
 

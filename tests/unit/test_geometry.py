@@ -25,7 +25,7 @@ from dist_merge.sources.geometry import (
     locate_boxes,
     split_in_order,
 )
-from dist_merge.sources.mesh import locate_rank, read_mesh
+from dist_merge.sources.mesh import locate, read_mesh
 from dist_merge.sources.pieces import read_placement
 
 
@@ -283,7 +283,7 @@ def test_mesh_of_nested_layout_tells_its_rank() -> None:
         assert view.names == ("a", "b")
         assert view.rank == 100 + first * 4 + second + coordinate[1] * 2
         axes = [[(3, 4), (2, 1)], [(2, 2)]]
-        assert locate_rank(axes, view.rank - 100) == coordinate
+        assert locate(axes, view.rank - 100) == coordinate
 
 
 def test_sliced_mesh_must_hold_its_rank_at_its_coordinate() -> None:
