@@ -4,7 +4,7 @@ Run under torchrun with 8 ranks. Writes below `--out`
 
     mesh/actor/...            everything in one state dict per rank
     flat/actor/...            FSDP1's LOCAL_STATE_DICT
-    old/actor/...             FSDP over tensor parallelism as torch 2.4 would have written it
+    old/tp/actor/...          FSDP over tensor parallelism as torch 2.4 would have written it
     descending/actor/...      one tensor on a mesh of descending ranks
     reference.safetensors     what `mesh` must become
 """
@@ -361,8 +361,8 @@ def main() -> None:
     save(flat, out / "flat" / "actor")
     save(make_descending(), out / "descending" / "actor")
     old, old_truth = make_old()
-    save(old, out / "old" / "actor")
-    rename_classes(out / "old" / "actor" / f"model_world_size_8_rank_{dist.get_rank()}.pt")
+    save(old, out / "old" / "tp" / "actor")
+    rename_classes(out / "old" / "tp" / "actor" / f"model_world_size_8_rank_{dist.get_rank()}.pt")
     if dist.get_rank() == 0:
         contiguous = {key: value.contiguous().clone() for key, value in truth.items()}
         save_file(contiguous, out / "reference.safetensors")

@@ -108,7 +108,7 @@ def open_folder(folder: Path, **options: str) -> None:
     [
         ("flat", "flat-parameter", ("`_flat_param`", "SHARDED_STATE_DICT")),
         ("descending", "mesh-order", ("ranks [7, 6, 5, 4, 3, 2, 1, 0]", "tensor `weight`")),
-        ("old", "shard-order-ambiguous", ("--assume-shard-order right-to-left", "2 mesh axes")),
+        ("old/tp", "shard-order-ambiguous", ("--assume-shard-order right-to-left", "2 mesh axes")),
     ],
 )
 def test_what_cannot_be_known_is_refused(
@@ -125,9 +125,8 @@ def test_what_cannot_be_known_is_refused(
 def test_stated_shard_order_is_used(meshes: Path, tmp_path: Path) -> None:
     """Catches an option that does not reach the source, and an order that is turned around."""
     for order in ("right-to-left", "left-to-right"):
-        arguments = [meshes / "old", tmp_path / order, "", f"assume_shard_order={order}"]
         (tmp_path / order).mkdir()
-        arguments[0], arguments[2] = meshes / "old", "."
+        arguments = [meshes / "old", tmp_path / order, "tp", f"assume_shard_order={order}"]
         done = python("tests.helpers.merge_state", arguments)
         assert done.code == 0, done.stderr
     expected = load_file(meshes / "old" / "reference.safetensors")["weight"]
