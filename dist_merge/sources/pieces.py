@@ -65,6 +65,8 @@ class PieceDescriber:
         Raises:
             SourceError: No tensor, an unsupported layout, or a piece that does not fit its claim.
         """
+        from torch.distributed.tensor import DTensor
+
         if not FLAT_NAMES.isdisjoint(key.split(".")):
             raise flat_parameter_error(key, file=self.path)
         if not isinstance(value, torch.Tensor):
@@ -77,7 +79,7 @@ class PieceDescriber:
         try:
             if isinstance(value, ShardedTensorView):
                 yield from self._describe_sharded(fqn, key, value)
-            elif hasattr(value, "_local_tensor"):
+            elif isinstance(value, DTensor):
                 yield from self._describe_dtensor(fqn, key, value)
             else:
                 shape = tuple(value.shape)
@@ -90,8 +92,8 @@ class PieceDescriber:
 
     def _describe_dtensor(self, fqn: str, key: str, value: Any) -> Iterator[Piece]:
         """Yield the boxes of a DTensor's local piece; nothing here talks to a process group."""
-        spec = value._spec
         try:
+            spec, local_tensor = value._spec, value._local_tensor
             mesh = read_mesh(spec.mesh)
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             raise SourceError(
@@ -117,7 +119,7 @@ class PieceDescriber:
             is_order_unknown=self.is_old and any(is_tensor_parallel(name) for name in mesh.names),
             assumed_order=self.assumed_order,
         )
-        shape, local = tuple(value.shape), take_data(value._local_tensor, value.dtype)
+        shape, local = tuple(value.shape), take_data(local_tensor, value.dtype)
         boxes = locate_boxes(shape, local_shape=local.shape, layout=layout)
         for number, box in enumerate(boxes):
             view = local

@@ -5,6 +5,7 @@ Only what the file says is kept: local shards, their offsets and sizes, the writ
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,7 @@ def look_up(owner: Any, name: str) -> Any:
     """Answer the one look-up such files make; stands in for `getattr`."""
     if owner is ShardedTensorView and name == "ProcessGroupState":
         return ShardedTensorView.ProcessGroupState
-    raise TypeError(f"look-up of `{name}`")
+    raise pickle.UnpicklingError(f"look-up of `{name}`")
 
 
 def list_stand_ins(wanted: list[str]) -> list[tuple[Any, str]]:
@@ -107,7 +108,10 @@ def read_shards(value: ShardedTensorView) -> tuple[list[StoredShard], int | None
             offsets, sizes = read_box(shard.fields["metadata"].fields)
             if (offsets, sizes) not in claimed and 0 not in sizes:
                 raise ValueError(f"a shard at {list(offsets)} is not in the tensor's own list")
-            shards.append(StoredShard(offsets, sizes, shard.fields["tensor"]))
+            tensor = shard.fields["tensor"]
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"a shard at {list(offsets)} is no tensor")
+            shards.append(StoredShard(offsets, sizes, tensor))
         rank = group.fields.get("global_rank")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SourceError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +48,10 @@ def load_rank_file(path: Path) -> RankFile:
             data = load_on_cpu(path)
     except pickle.UnpicklingError as error:
         raise unsafe_error(path, first_line(error)) from error
-    except (RuntimeError, ValueError, EOFError, KeyError, zipfile.BadZipFile, OSError) as error:
+    except SourceError:
+        raise
+    # A hostile or damaged pickle can raise nearly anything from its opcodes.
+    except Exception as error:
         raise SourceError(
             "unreadable-file",
             "a checkpoint file cannot be read: it is cut short, damaged or not one",
