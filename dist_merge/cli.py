@@ -20,6 +20,7 @@ from .request import (
     COMPONENTS,
     DTYPE_CHOICES,
     OUTPUT_FORMATS,
+    SHARD_ORDERS,
     ModelMergerConfig,
 )
 
@@ -44,6 +45,13 @@ def add_merge_options(parser: argparse.ArgumentParser, *, is_merge: bool) -> Non
     add_option(source, "local_dir", required=True, help="folder with the sharded checkpoint")
     add_option(source, "hf_model_config_path", help="actor's config folder (LOCAL_DIR/huggingface)")
     add_option(source, "state_key", help="which state dict of a DCP folder is the model")
+    add_option(source, "check_crc", action="store_true", help="check the rank files' checksums")
+    add_option(
+        source,
+        "assume_shard_order",
+        choices=SHARD_ORDERS,
+        help="which mesh axis split first, where a rank file does not tell",
+    )
     add_option(
         source,
         "trust_checkpoint",

@@ -146,6 +146,14 @@ class IndexedSource(Source, Protocol):
         """Return the source of the state dict `state_key`, given every rank's `read_index`."""
 
 
+@runtime_checkable
+class RankFileOptions(Source, Protocol):
+    """A source that takes the options made for rank files."""
+
+    def with_options(self, *, check_crc: bool, assume_shard_order: str | None) -> Source:
+        """Return the source with `--check-crc` and `--assume-shard-order` as the user gave them."""
+
+
 class OutputLayout(Protocol):
     """Where things lie in the published folder."""
 

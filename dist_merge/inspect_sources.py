@@ -13,7 +13,7 @@ from typing import Any
 
 from .actor_config import read_actor_config
 from .adapters.keys import parse_key
-from .contracts import IndexedSource, Source, SourceReader
+from .contracts import IndexedSource, RankFileOptions, Source, SourceReader
 from .errors import RequestError, SourceError
 from .files import sha256_file
 from .group import Group
@@ -125,6 +125,17 @@ def choose_source(config: ModelMergerConfig, backend: str) -> Source:
             "`state_key` is for DCP folders",
             expected="no --state-key: rank files hold one state dict",
         )
+    if isinstance(source, RankFileOptions):
+        return source.with_options(
+            check_crc=config.check_crc, assume_shard_order=config.assume_shard_order
+        )
+    for name in ("check_crc", "assume_shard_order"):
+        if getattr(config, name):
+            raise RequestError(
+                "bad-option",
+                f"`{name}` is for rank files",
+                expected=f"no --{name.replace('_', '-')} for a checkpoint of kind `{backend}`",
+            )
     return source
 
 

@@ -12,8 +12,7 @@ OUTPUT_FORMATS = ("pipeline", "transformer")
 DTYPE_CHOICES = ("preserve", "base", "float32", "float16", "bfloat16")
 COMPONENTS = ("transformer", "transformer_2")
 COMM_BACKENDS = ("auto", "gloo", "nccl")
-# A model in memory: `publish_model`, not an option of the command line.
-LIVE = "live"
+SHARD_ORDERS = ("left-to-right", "right-to-left")
 BACKENDS = ("auto", "fsdp", "dcp", "hf")
 # A model in memory: `publish_model`, not an option of the command line.
 LIVE = "live"
@@ -64,6 +63,8 @@ class ModelMergerConfig:
     fuse_lora: bool = False
     lora_config: str | Path | None = None
     allow_suspicious_zeros: bool = False
+    check_crc: bool = False
+    assume_shard_order: str | None = None
     trust_checkpoint: bool = False
     trust_remote_code: bool = False
     compare_base: bool = True
@@ -80,11 +81,12 @@ class ModelMergerConfig:
             ("component", COMPONENTS),
             ("dtype", DTYPE_CHOICES),
             ("comm_backend", COMM_BACKENDS),
+            ("assume_shard_order", (None, *SHARD_ORDERS)),
         ):
             value = getattr(self, name)
             if value not in choices:
                 raise RequestError(
-                    "bad-option", f"`{name}` is {value!r}", expected=", ".join(choices)
+                    "bad-option", f"`{name}` is {value!r}", expected=", ".join(map(str, choices))
                 )
         for name in (
             "local_dir",

@@ -13,7 +13,7 @@ from ..records import MergeResult
 from ..request import LIVE, ModelMergerConfig
 from ..run import MergeRun
 from .model import LiveModel, read_live_model
-from .source import LiveInput, take_snapshot
+from .source import LiveInput, list_pieces, take_snapshot
 
 
 def publish_model(
@@ -106,7 +106,7 @@ def publish_model_async(
     """
     live = read_live_model(model, model_config=model_config, adapter_configs=adapter_configs)
     config = make_config(base_model, target_dir, options)
-    snapshot = take_snapshot(live.state)
+    snapshot = take_snapshot(list_pieces(live.state))
     members = join(process_group, target_dir)
     handle = PublishHandle()
 

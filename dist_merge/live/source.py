@@ -4,95 +4,58 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..adapters.keys import AdapterNames
-from ..errors import SourceError
 from ..gather import digest_tensor
 from ..group import Group
 from ..inspect_sources import OpenSources
 from ..records import LocalShard, SourceInventory
 from ..request import LIVE
-from ..sources.keys import clean_key
-from ..sources.rank_files import describe_value, local_tensor
+from ..sources.keys import clean_names
+from ..sources.pieces import Piece, PieceDescriber, name_part, take_data
 from ..wire import decode_shards, encode_shards
 from .model import LiveModel
 
 
 class LiveReader:
-    """This rank's shards of a live model.
-
-    Args:
-        state: State-dict key -> DTensor, ShardedTensor or plain tensor.
-        rank: This rank.
-        snapshot: Copies of the local pieces by key; without, the live ones are read.
+    """This rank's pieces of a live model.
 
     Memory: none of its own.
     """
 
-    def __init__(
-        self,
-        state: Mapping[str, Any],
-        *,
-        rank: int,
-        snapshot: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        self.file = f"live/rank_{rank}"
-        self._pieces = dict(snapshot) if snapshot is not None else list_pieces(state)
-        self._shards = self._describe(state)
-
-    def _describe(self, state: Mapping[str, Any]) -> list[LocalShard]:
-        shards: list[LocalShard] = []
-        cleaned: dict[str, str] = {}
-        for key, value in state.items():
-            fqn = clean_key(key)
-            if fqn in cleaned:
-                raise SourceError(
-                    "key-collision",
-                    f"two tensors have the name `{fqn}` once wrappers are removed",
-                    found=f"`{cleaned[fqn]}` and `{key}`",
-                )
-            cleaned[fqn] = key
-            if is_sharded_tensor(value):
-                shards += describe_sharded(fqn, key, value, file=self.file)
-            else:
-                shards.append(describe_value(fqn, key, value, file=self.file, holder=0))
-        return shards
+    def __init__(self, pieces: Sequence[Piece], *, rank: int) -> None:
+        self.name = f"live/rank_{rank}"
+        self._pieces = {piece.source_key: replace(piece, source_file=self.name) for piece in pieces}
 
     def describe(self, holder: int) -> list[LocalShard]:
         """See `contracts.SourceReader`."""
-        return [replace(shard, holder=holder) for shard in self._shards]
+        return [piece.make_shard(holder) for piece in self._pieces.values()]
 
     def read(self, source_file: str, source_key: str) -> torch.Tensor:
         """See `contracts.SourceReader`; a piece may lie on a GPU."""
-        return self._pieces[source_key]
+        return self._pieces[source_key].tensor
 
     def cuda_device(self) -> str | None:
         """CUDA device on which pieces lie; pieces offloaded to the host may lie beside them."""
-        found = {str(p.device) for p in self._pieces.values() if p.device.type == "cuda"}
-        return min(found, default=None)
+        devices = (piece.tensor.device for piece in self._pieces.values())
+        return min((str(device) for device in devices if device.type == "cuda"), default=None)
 
     def hash_shards(self, group: Group) -> dict[str, str]:
         """One SHA256 over names, places and 128-bit digests of this rank's pieces."""
         rows = []
-        for shard in sorted(self._shards, key=lambda shard: (shard.fqn, shard.source_key)):
-            digest = digest_tensor(self.read(shard.source_file, shard.source_key), group=group)
+        for key in sorted(self._pieces):
+            shard = self._pieces[key].make_shard(0)
+            digest = digest_tensor(self._pieces[key].tensor, group=group).hex()
             rows.append(
-                [
-                    shard.fqn,
-                    shard.dtype,
-                    shard.global_shape,
-                    shard.offsets,
-                    shard.sizes,
-                    digest.hex(),
-                ]
+                [shard.fqn, shard.dtype, shard.global_shape, shard.offsets, shard.sizes, digest]
             )
         text = json.dumps(rows, separators=(",", ":"))
-        return {self.file: hashlib.sha256(text.encode()).hexdigest()}
+        return {self.name: hashlib.sha256(text.encode()).hexdigest()}
 
     def notes(self) -> list[str]:
         """See `contracts.SourceReader`."""
@@ -103,67 +66,63 @@ class LiveReader:
         self._pieces = {}
 
 
-def list_pieces(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Source key -> this rank's piece, a view of the live tensor."""
-    pieces: dict[str, torch.Tensor] = {}
-    for key, value in state.items():
-        if is_sharded_tensor(value):
-            for number, shard in enumerate(value.local_shards()):
-                pieces[f"{key}#{number}"] = shard.tensor.detach()
-        elif isinstance(value, torch.Tensor):
-            pieces[key] = local_tensor(value)
+def list_pieces(state: Mapping[str, Any]) -> list[Piece]:
+    """This rank's pieces of a state dict; their data are views of the live tensors.
+
+    Raises:
+        SourceError: A value is no tensor, or lies in an unknown way.
+    """
+    names, _ = clean_names(state, where="the state dict")
+    describer = PieceDescriber(path="the state dict", rank=None)
+    pieces: list[Piece] = []
+    for fqn, key in names.items():
+        if is_sharded_tensor(state[key]):
+            pieces += describe_sharded(fqn, key, state[key])
+        else:
+            pieces += describer.describe(fqn, key, state[key])
     return pieces
 
 
-def take_snapshot(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Copies of this rank's pieces in host memory, pinned where they come from a GPU.
+def take_snapshot(pieces: Sequence[Piece]) -> list[Piece]:
+    """Copy pieces to host memory, pinned where they come from a GPU.
 
     Memory: one copy of the local shards.
     """
-    copies: dict[str, torch.Tensor] = {}
+    copies = []
     devices = set()
-    for key, piece in list_pieces(state).items():
-        on_gpu = piece.device.type == "cuda"
-        copy = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=on_gpu)
-        copy.copy_(piece, non_blocking=on_gpu)
-        copies[key] = copy
+    for piece in pieces:
+        on_gpu = piece.tensor.device.type == "cuda"
+        copy = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=on_gpu)
+        copy.copy_(piece.tensor, non_blocking=on_gpu)
+        copies.append(replace(piece, tensor=copy))
         if on_gpu:
-            devices.add(piece.device)
+            devices.add(piece.tensor.device)
     for device in devices:
         torch.cuda.synchronize(device)
     return copies
 
 
 def is_sharded_tensor(value: Any) -> bool:
-    """Tell whether a value is FSDP1's ShardedTensor."""
+    """Tell whether a value is a live ShardedTensor of FSDP1."""
     return type(value).__name__ == "ShardedTensor" and hasattr(value, "local_shards")
 
 
-def describe_sharded(fqn: str, key: str, value: Any, *, file: str) -> list[LocalShard]:
-    """Describe the local shards of a ShardedTensor."""
-    shape = tuple(value.metadata().size)
-    return [
-        LocalShard(
-            fqn=fqn,
-            global_shape=shape,
-            dtype=str(shard.tensor.dtype).removeprefix("torch."),
-            offsets=tuple(shard.metadata.shard_offsets),
-            sizes=tuple(shard.tensor.shape),
-            holder=0,
-            source_file=file,
-            source_key=f"{key}#{number}",
-        )
-        for number, shard in enumerate(value.local_shards())
-    ]
+def describe_sharded(fqn: str, key: str, value: Any) -> Iterator[Piece]:
+    """Yield the local shards of a live ShardedTensor."""
+    shape, shards = tuple(value.metadata().size), value.local_shards()
+    for number, shard in enumerate(shards):
+        data = take_data(shard.tensor, value.dtype)
+        offsets = tuple(shard.metadata.shard_offsets)
+        yield Piece(fqn, shape, offsets, data, "", name_part(key, number, len(shards)))
 
 
 @dataclass(frozen=True)
 class LiveInput:
-    """A live model on all ranks, or with `snapshot` a copy of its local pieces."""
+    """A live model on all ranks; with `snapshot` copies of its pieces take their place."""
 
     model: LiveModel
     adapter_name: str
-    snapshot: Mapping[str, torch.Tensor] | None = None
+    snapshot: Sequence[Piece] | None = None
 
     def open(self, group: Group) -> OpenSources:
         """See `merge_job.Input`.
@@ -171,20 +130,22 @@ class LiveInput:
         Raises:
             SourceError: A value is no tensor, or lies in an unknown way.
         """
-        model, snapshot = self.model, self.snapshot
-        reader = group.prepare(
-            "describe-live", lambda: LiveReader(model.state, rank=group.rank, snapshot=snapshot)
-        )
+
+        def describe() -> LiveReader:
+            pieces = list_pieces(self.model.state) if self.snapshot is None else self.snapshot
+            return LiveReader(pieces, rank=group.rank)
+
+        reader = group.prepare("describe-live", describe)
         payloads = group.exchange("shards", encode_shards(reader.describe(group.rank), []))
         devices = group.exchange("devices", (reader.cuda_device() or "").encode())
-        text = json.dumps(model.config, sort_keys=True)
+        text = json.dumps(self.model.config, sort_keys=True)
         inventory = SourceInventory(
             backend=LIVE,
             files=(),
             holders={},
             shards=tuple(shard for payload in payloads for shard in decode_shards(payload)[0]),
             world_size=group.size,
-            actor_config=model.config,
+            actor_config=self.model.config,
             actor_config_sha256=hashlib.sha256(text.encode()).hexdigest(),
         )
         device = devices[group.rank].decode() if all(devices) else None

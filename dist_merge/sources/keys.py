@@ -11,16 +11,17 @@ REMOVED_NOTE = "removed wrapper names from tensor names"
 
 
 def clean_key(key: str) -> str:
-    """Remove wrapper segments anywhere, a leading `module`, and a leading `base_model.model`.
+    """Remove wrapper segments anywhere, a leading `module` and a leading `base_model.model`.
 
-    Whole path segments only: `my_orig_mod` stays.
+    Those two may stand in either order. Whole path segments only: `my_orig_mod` stays, and so does
+    a name of which nothing would be left.
     """
     parts = [part for part in key.split(".") if part not in WRAPPERS]
-    if len(parts) > 1 and parts[0] == "module":
-        parts = parts[1:]
-    if len(parts) > 2 and parts[:2] == ["base_model", "model"]:
-        parts = parts[2:]
-    return ".".join(parts)
+    for wrapper in (["module"], ["base_model", "model"], ["module"]):
+        count = len(wrapper)
+        if len(parts) > count and parts[:count] == wrapper:
+            parts = parts[count:]
+    return ".".join(parts) or key
 
 
 def clean_names(keys: Iterable[str], *, where: str) -> tuple[dict[str, str], tuple[str, ...]]:

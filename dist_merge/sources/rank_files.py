@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..errors import SourceError, make_list
-from ..records import DTYPES, LocalShard, SourceFile
-from .geometry import Placement, shard_box
-from .keys import clean_key
-from .unpickle import load_rank_file
+from ..records import LocalShard, SourceFile
+from .keys import clean_names
+from .pieces import Piece, PieceDescriber
+from .unpickle import RankFile, load_rank_file
+from .zip_check import check_crc
 
 NAME = re.compile(r"model_world_size_([1-9]\d*)_rank_(0|[1-9]\d*)\.pt")
 
 
+@dataclass
 class RankFileSource:
-    """A folder of rank files."""
+    """A folder of rank files.
 
-    backend = "fsdp"
+    `check_crc` reads every file whole and compares its checksums. `assume_shard_order` is the
+    user's word on tensors of which the files do not tell which mesh axis split first.
+    """
+
+    backend: str = "fsdp"
+    check_crc: bool = False
+    assume_shard_order: str | None = None
+
+    def with_options(self, *, check_crc: bool, assume_shard_order: str | None) -> RankFileSource:
+        """See `contracts.RankFileOptions`."""
+        return replace(self, check_crc=check_crc, assume_shard_order=assume_shard_order)
 
     def find_files(self, local_dir: Path) -> list[SourceFile]:
         """See `contracts.Source`."""
@@ -84,174 +96,67 @@ class RankFileSource:
             if name.endswith(".pt") and not NAME.fullmatch(name)
         ]
         notes = [f"ignored files that are no model weights: {make_list(others)}"] if others else []
-        opened = {file.path: load_rank_file(local_dir / file.path) for file in files}
-        return RankFileReader(opened, notes)
+        opened = {}
+        for file in files:
+            if self.check_crc:
+                check_crc(local_dir / file.path)
+            opened[file.path] = load_rank_file(local_dir / file.path)
+        if self.assume_shard_order:
+            notes.append(f"where files do not tell, shard order is {self.assume_shard_order}")
+        return RankFileReader(opened, notes, assumed_order=self.assume_shard_order)
 
 
 class RankFileReader:
     """Opened rank files: path -> state dict."""
 
-    def __init__(self, opened: dict[str, dict[str, Any]], notes: list[str]) -> None:
+    def __init__(
+        self, opened: dict[str, RankFile], notes: list[str], *, assumed_order: str | None = None
+    ) -> None:
         self._opened = opened
         self._notes = notes
+        self._assumed_order = assumed_order
+        self._pieces: dict[tuple[str, str], torch.Tensor] = {}
 
     def describe(self, holder: int) -> list[LocalShard]:
         """See `contracts.SourceReader`."""
         shards = []
-        for file, state in self._opened.items():
-            cleaned: dict[str, str] = {}
-            for key, value in state.items():
-                fqn = clean_key(key)
-                if fqn in cleaned:
-                    raise SourceError(
-                        "key-collision",
-                        f"two tensors have the name `{fqn}` once wrappers are removed",
-                        where=f"`{file}`",
-                        found=f"`{cleaned[fqn]}` and `{key}`",
-                    )
-                cleaned[fqn] = key
-                shards.append(describe_value(fqn, key, value, file=file, holder=holder))
-            if any(fqn != key for fqn, key in cleaned.items()):
-                self._notes.append("removed wrapper names from tensor names")
+        for path, file in self._opened.items():
+            match = NAME.fullmatch(path)
+            describer = PieceDescriber(
+                path=path,
+                rank=int(match.group(2)) if match else None,
+                is_old=file.is_old,
+                assumed_order=self._assumed_order,
+            )
+            names, notes = clean_names(file.state, where=f"`{path}`")
+            self._notes += notes
+            for fqn, key in names.items():
+                for piece in describer.describe(fqn, key, file.state[key]):
+                    shards.append(self._add(piece, holder=holder))
         return shards
+
+    def _add(self, piece: Piece, *, holder: int) -> LocalShard:
+        """Keep a piece under its key, for `read`."""
+        shard = piece.make_shard(holder)
+        where = (shard.source_file, shard.source_key)
+        if where in self._pieces:
+            raise SourceError(
+                "key-collision", f"two pieces are called `{where[1]}`", where=f"`{where[0]}`"
+            )
+        self._pieces[where] = piece.tensor
+        return shard
 
     def read(self, source_file: str, source_key: str) -> torch.Tensor:
         """See `contracts.SourceReader`."""
-        return local_tensor(self._opened[source_file][source_key])
+        return self._pieces[source_file, source_key]
 
     def notes(self) -> list[str]:
         """See `contracts.SourceReader`."""
-        return list(self._notes)
+        return list(dict.fromkeys(self._notes))
 
     def close(self) -> None:
         """See `contracts.SourceReader`."""
-        self._opened = {}
-
-
-def local_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The piece of a DTensor, or the plain tensor itself, detached from autograd."""
-    piece: torch.Tensor = getattr(value, "_local_tensor", value)
-    return piece.detach()
-
-
-def describe_value(fqn: str, key: str, value: Any, *, file: str, holder: int) -> LocalShard:
-    """Describe one value of a rank file as a box.
-
-    Raises:
-        SourceError: No tensor, an unsupported layout, or a piece that does not fit its claim.
-    """
-    if not isinstance(value, torch.Tensor):
-        raise SourceError(
-            "not-a-state-dict",
-            f"`{key}` is no tensor",
-            where=f"`{file}`",
-            found=type(value).__name__,
-        )
-    piece = local_tensor(value)
-    dtype = str(value.dtype).removeprefix("torch.")
-    if dtype not in DTYPES or piece.layout is not torch.strided:
-        raise SourceError(
-            "dtype-unknown",
-            f"tensor `{fqn}` cannot be stored in safetensors",
-            where=f"`{file}`",
-            found=f"{dtype}, {piece.layout}",
-        )
-    shape = tuple(value.shape)
-    is_plain = not hasattr(value, "_local_tensor")
-    if is_plain:
-        offsets, sizes = (0,) * len(shape), shape
-    else:
-        offsets, sizes = locate_piece(fqn, value, file=file)
-    if tuple(piece.shape) != sizes or piece.dtype != value.dtype:
-        raise SourceError(
-            "local-shard-size",
-            f"tensor `{fqn}`: a local shard is not as large as its placement says",
-            where=f"`{file}`",
-            expected=str(list(sizes)),
-            found=str(list(piece.shape)),
-            hint="the file is damaged or was edited",
-        )
-    return LocalShard(fqn, shape, dtype, offsets, sizes, holder, file, key, is_plain)
-
-
-def locate_piece(fqn: str, value: Any, *, file: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of a DTensor's piece; nothing here may talk to a process group."""
-    spec = value._spec
-    mesh = spec.mesh.__dict__
-    try:
-        mesh_shape = read_mesh_shape(mesh)
-        coordinate = tuple(int(c) for c in mesh["_coordinate_on_dim"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise SourceError(
-            "mesh-invalid",
-            f"tensor `{fqn}`: its mesh cannot be read",
-            where=f"`{file}`",
-            found=f"{type(error).__name__}: {error}",
-            hint="it was written by a torch release this version does not know",
-        ) from error
-    match = NAME.fullmatch(file)
-    rank = mesh.get("_rank")
-    if match and rank is not None and int(rank) != int(match.group(2)):
-        raise SourceError(
-            "rank-mismatch",
-            "a rank file was renamed: its content was saved by another rank",
-            where=f"`{file}`",
-            expected=f"rank {match.group(2)}",
-            found=f"rank {rank}",
-            hint="give the files back their names",
-        )
-    order = {
-        entry.tensor_dim: tuple(entry.mesh_dims)
-        for entry in getattr(spec, "shard_order", None) or ()
-    }
-    try:
-        return shard_box(
-            tuple(value.shape),
-            mesh_shape=mesh_shape,
-            coordinate=coordinate,
-            placements=[read_placement(p) for p in spec.placements],
-            shard_order=order,
-        )
-    except SourceError as error:
-        error.where = f"tensor `{fqn}`, `{file}`"
-        raise
-
-
-def read_mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
-    """Mesh shape from a mesh's instance dictionary, as torch 2.4 to 2.14 write it."""
-    if "mesh" in mesh:
-        return tuple(mesh["mesh"].shape)
-    layout = mesh["_layout"]
-    if hasattr(layout, "axes"):
-        return tuple(int(torch.Size(_as_tuple(axis.shape)).numel()) for axis in layout.axes)
-    return tuple(int(torch.Size(_as_tuple(size)).numel()) for size in _as_tuple(layout.shape))
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-
-
-def read_placement(placement: Any) -> Placement:
-    """Turn a torch placement into ours.
-
-    Raises:
-        SourceError: Partial sums, or a class this version does not know.
-    """
-    name = type(placement).__name__
-    if name == "Shard":
-        return Placement(dim=int(placement.dim))
-    if name == "_StridedShard":
-        return Placement(dim=int(placement.dim), split_factor=int(placement.split_factor))
-    if name == "Replicate":
-        return Placement()
-    if name in ("Partial", "_Partial", "MaskPartial", "_MaskPartial"):
-        raise SourceError(
-            "placement-partial",
-            "a tensor is saved as partial sums, which are no weights",
-            found=repr(placement),
-            hint="reduce the tensor before saving, then merge again",
-        )
-    raise SourceError("placement-unknown", f"unknown placement {name}", found=repr(placement))
+        self._opened, self._pieces = {}, {}
 
 
 def format_ranges(numbers: Sequence[int]) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,85 +13,11 @@ from tests.helpers.launch import python, torchrun
 from tests.helpers.write_checkpoints import LAYOUTS
 
 
-def merge_odd(written: Path, out: Path) -> None:
-    """Merge every layout with the real steps and a base made from the reference's schema."""
-    from dist_merge.adapters.keys import sort_names
-    from dist_merge.architectures.identity import IdentityArchitecture
-    from dist_merge.contracts import PipelineSpec
-    from dist_merge.group import open_group
-    from dist_merge.inspect_sources import inspect_sources
-    from dist_merge.job import run_interruptibly
-    from dist_merge.layouts import LAYOUTS as OUTPUT_LAYOUTS
-    from dist_merge.merge_job import FileInput, Job
-    from dist_merge.plan import make_plan
-    from dist_merge.publish import Staging
-    from dist_merge.records import BaseModel
-    from dist_merge.request import ModelMergerConfig
-    from dist_merge.run import MergeRun
-    from dist_merge.safetensors_header import read_header
-
-    schema = read_header(written / "reference.safetensors").tensors
-    base = BaseModel(
-        is_pipeline=False,
-        pipeline_class=None,
-        transformer_class="Odd",
-        component="transformer",
-        component_dir=".",
-        config={},
-        config_defaults=None,
-        tensors={name: entry.spec for name, entry in schema.items()},
-        tensor_files={},
-        keep_in_fp32=(),
-        files=(),
-        replaced=(),
-        left_out=(),
-        edited_configs={},
-        model_class_check="not_run: no class",
-    )
-    odd = IdentityArchitecture(
-        name="Odd",
-        transformer_class="Odd",
-        module="nowhere",
-        pipelines={"OddPipeline": PipelineSpec({})},
-    )
-
-    def merge(layout: str, group: Any) -> None:
-        config = ModelMergerConfig(
-            local_dir=written / layout / "actor",
-            target_dir=out / layout,
-            base_model=written,
-            output_format="transformer",
-            trust_checkpoint=True,
-            max_shard_size=300_000,
-            buffer_size=200_000,
-            quiet=True,
-        )
-        run = MergeRun(config, group=group, source=FileInput(config))
-        run.sources = sources = inspect_sources(config, group=group)
-        plan = make_plan(
-            sources.inventory,
-            base=base,
-            architecture=odd,
-            layout=OUTPUT_LAYOUTS["transformer"],
-            config=config,
-        )
-        run.staging = run.on_rank_0("stage", lambda: Staging.create(out / layout))
-        transport = group.prepare("open-transport", run.open_transport)
-        job = Job(config, sources, base, sort_names(plan.sources), None)
-        run.merge_shards(plan, job, transport=transport)
-        run.on_rank_0("publish", run.publish)
-        group.agree("end")
-
-    for layout in LAYOUTS:
-        with open_group(timeout=60) as group:
-            run_interruptibly(group, lambda n=layout, g=group: merge(n, g), clean_up=lambda: None)
-
-
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_odd_tensors_any_layout_equal(written: Path, tmp_path: Path, nproc: int) -> None:
     """Catches wrong offsets, lost empty shards, strided boxes, 0-d and integer tensors."""
-    arguments = [written / "odd", tmp_path]
-    module = "tests.multirank.test_odd_tensors"
+    arguments = [written / "odd", tmp_path, *LAYOUTS]
+    module = "tests.helpers.merge_state"
     done = torchrun(module, arguments, nproc=nproc) if nproc > 1 else python(module, arguments)
     assert done.code == 0, done.stderr
     reference = load_file(written / "odd" / "reference.safetensors")
@@ -105,11 +29,3 @@ def test_odd_tensors_any_layout_equal(written: Path, tmp_path: Path, nproc: int)
         for name, tensor in reference.items():
             assert found[name].dtype == tensor.dtype
             assert torch.equal(found[name], tensor), (layout, name)
-
-
-if __name__ == "__main__":
-    import torch.distributed as dist
-
-    if "RANK" in __import__("os").environ:
-        dist.init_process_group("gloo")
-    merge_odd(Path(sys.argv[1]), Path(sys.argv[2]))
