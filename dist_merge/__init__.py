@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import MergeError
+    from .live.callback import PublishCallback
     from .live.publish import PublishHandle, publish_model, publish_model_async
     from .records import MergeResult
     from .request import ModelMergerConfig
@@ -17,6 +18,7 @@ __all__ = [
     "MergeError",
     "MergeResult",
     "ModelMergerConfig",
+    "PublishCallback",
     "PublishHandle",
     "inspect_checkpoint",
     "merge_model",
@@ -32,7 +34,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    for module in ("errors", "records", "request", "run", "validate", "live.publish"):
+    # The callback needs transformers, so it is looked at last.
+    for module in (
+        "errors",
+        "records",
+        "request",
+        "run",
+        "validate",
+        "live.publish",
+        "live.callback",
+    ):
         found = import_module(f"{__name__}.{module}")
         if hasattr(found, name):
             return getattr(found, name)
