@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from .actor_config import read_actor_config
 from .adapters.keys import parse_key
@@ -22,6 +25,9 @@ from .request import ModelMergerConfig
 from .sources import SOURCES
 from .sources.detect import Detected, choose_kind, find_kinds
 from .wire import decode_files, decode_shards, encode_files, encode_shards
+
+# A machine that sees no file of the checkpoint is none of these when another one does.
+NOTHING_HERE = frozenset({"local-dir-missing", "no-rank-files", "no-dcp-files", "no-hf-files"})
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,12 @@ def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
     source = group.prepare(
         "choose-source", lambda: choose_source(config, detected.backend), is_shared=True
     )
-    visible = group.prepare("list-sources", lambda: find_files(source, local_dir))
+    visible, absent = group.prepare("list-sources", lambda: list_visible(source, local_dir))
     listings = [decode_files(p) for p in group.exchange("listing", encode_files(visible))]
+    if absent is not None and not any(listings):
+        raise absent
     holders = group.prepare("deal-sources", lambda: deal_files(listings), is_shared=True)
+    compare_copies(listings, local_dir=local_dir, group=group)
     own = tuple(file for file in visible if holders[file.path] == group.rank)
     config_dirs = list_config_dirs(config, local_dir, is_searched=isinstance(source, IndexedSource))
     source = share_index(source, config, local_dir=local_dir, own_files=own, group=group)
@@ -98,15 +107,16 @@ def detect_source(config: ModelMergerConfig, *, group: Group) -> Detected:
     local_dir = Path(str(config.local_dir))
 
     def look() -> bytes:
-        check_local_dir(local_dir)
-        return json.dumps(find_kinds(local_dir)).encode()
+        return json.dumps(find_kinds(local_dir) if local_dir.is_dir() else None).encode()
 
-    seen = group.exchange("kinds", group.prepare("look", look))
-    return group.prepare(
-        "detect",
-        lambda: choose_kind([json.loads(payload) for payload in seen], local_dir=local_dir),
-        is_shared=True,
-    )
+    seen = [json.loads(p) for p in group.exchange("kinds", group.prepare("look", look))]
+
+    def choose() -> Detected:
+        if all(kinds is None for kinds in seen):
+            check_local_dir(local_dir)
+        return choose_kind([kinds or {} for kinds in seen], local_dir=local_dir)
+
+    return group.prepare("detect", choose, is_shared=True)
 
 
 def choose_source(config: ModelMergerConfig, backend: str) -> Source:
@@ -139,10 +149,15 @@ def choose_source(config: ModelMergerConfig, backend: str) -> Source:
     return source
 
 
-def find_files(source: Source, local_dir: Path) -> list[SourceFile]:
-    """List the files this machine sees."""
-    check_local_dir(local_dir)
-    return source.find_files(local_dir)
+def list_visible(source: Source, local_dir: Path) -> tuple[list[SourceFile], SourceError | None]:
+    """List the files this machine sees; none, and the error, where others may have them all."""
+    try:
+        check_local_dir(local_dir)
+        return source.find_files(local_dir), None
+    except SourceError as error:
+        if error.error_id not in NOTHING_HERE:
+            raise
+        return [], error
 
 
 def check_local_dir(local_dir: Path) -> None:
@@ -202,6 +217,62 @@ def deal_files(listings: Sequence[Sequence[SourceFile]]) -> dict[str, int]:
         holders[path] = rank
         load[rank] += sizes[path]
     return holders
+
+
+def compare_copies(
+    listings: Sequence[Sequence[SourceFile]], *, local_dir: Path, group: Group
+) -> None:
+    """Compare files of one path and size that are not one file on a shared disk.
+
+    A sample of each is digested: both ends, where torch's files keep the checksums of everything
+    between, and blocks of the rest. A difference elsewhere in a file without checksums is not seen.
+
+    Raises:
+        SourceError: Two machines hold different files under one path.
+
+    Ranks: collective.
+    """
+    seen: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+    for rank, listing in enumerate(listings):
+        for file in listing:
+            seen[file.path][rank] = (file.inode, file.mtime_ns)
+    doubtful = [path for path in sorted(seen) if len(set(seen[path].values())) > 1]
+    if not doubtful:
+        return
+
+    def sample() -> bytes:
+        own = [path for path in doubtful if group.rank in seen[path]]
+        return json.dumps({path: sample_digest(local_dir / path) for path in own}).encode()
+
+    samples = group.exchange("samples", group.prepare("sample-copies", sample))
+
+    def compare() -> None:
+        first: dict[str, tuple[int, str]] = {}
+        for rank, payload in enumerate(samples):
+            for path, digest in json.loads(payload).items():
+                known_rank, known = first.setdefault(path, (rank, digest))
+                if known != digest:
+                    raise SourceError(
+                        "source-disagrees",
+                        f"`{path}` differs between machines",
+                        expected=f"the same content on ranks {known_rank} and {rank}",
+                        found="files of one size with different content",
+                        hint="the machines hold files of different steps or runs under one path",
+                    )
+
+    group.prepare("compare-copies", compare, is_shared=True)
+
+
+def sample_digest(path: Path, *, blocks: int = 64, block_nbytes: int = 4096) -> str:
+    """Digest of a file's first 64 KiB, last 1 MiB and evenly spread blocks."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        ranges = [(0, 2**16), (max(0, size - 2**20), 2**20)]
+        ranges += [(size * number // blocks, block_nbytes) for number in range(blocks)]
+        for start, nbytes in ranges:
+            digest.update(os.pread(file.fileno(), nbytes, start))
+    return digest.hexdigest()
 
 
 def _natural(path: str) -> list[Any]:

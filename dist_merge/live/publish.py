@@ -7,11 +7,13 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import MergeError, as_merge_error
 from ..group import Membership, join_ranks, open_members
 from ..job import run_interruptibly
 from ..records import MergeResult
 from ..request import LIVE, ModelMergerConfig
 from ..run import MergeRun
+from ..sources.pieces import Piece
 from .model import LiveModel, read_live_model
 from .source import LiveInput, list_pieces, take_snapshot
 
@@ -106,9 +108,14 @@ def publish_model_async(
     """
     live = read_live_model(model, model_config=model_config, adapter_configs=adapter_configs)
     config = make_config(base_model, target_dir, options)
-    snapshot = take_snapshot(list_pieces(live.state))
     members = join(process_group, target_dir)
     handle = PublishHandle()
+    snapshot: list[Piece] | MergeError
+    try:
+        snapshot = take_snapshot(list_pieces(live.state))
+    except Exception as error:
+        # The other ranks are on their way; they must hear of it.
+        snapshot = as_merge_error(error, step="snapshot")
 
     def run() -> None:
         try:
@@ -116,7 +123,6 @@ def publish_model_async(
         except BaseException as error:
             handle._error = error
         finally:
-            snapshot.clear()
             handle._done.set()
 
     # Not a daemon: the interpreter waits for it, so a publish is never cut off by a normal exit.
@@ -136,7 +142,11 @@ def make_config(base_model: Any, target_dir: Any, options: Mapping[str, Any]) ->
 
 
 def run_publish(
-    config: ModelMergerConfig, live: LiveModel, *, members: Membership, snapshot: Any
+    config: ModelMergerConfig,
+    live: LiveModel,
+    *,
+    members: Membership,
+    snapshot: list[Piece] | MergeError | None,
 ) -> MergeResult:
     """Run the straight line on a live model. Ranks: collective."""
     source = LiveInput(live, config.adapter_name, snapshot)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..adapters.keys import AdapterNames
+from ..errors import MergeError
 from ..gather import digest_tensor
 from ..group import Group
 from ..inspect_sources import OpenSources
@@ -118,11 +119,14 @@ def describe_sharded(fqn: str, key: str, value: Any) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class LiveInput:
-    """A live model on all ranks; with `snapshot` copies of its pieces take their place."""
+    """A live model on all ranks; with `snapshot` copies of its pieces take their place.
+
+    An error in place of the copies is raised on all ranks.
+    """
 
     model: LiveModel
     adapter_name: str
-    snapshot: Sequence[Piece] | None = None
+    snapshot: Sequence[Piece] | MergeError | None = None
 
     def open(self, group: Group) -> OpenSources:
         """See `merge_job.Input`.
@@ -132,6 +136,8 @@ class LiveInput:
         """
 
         def describe() -> LiveReader:
+            if isinstance(self.snapshot, MergeError):
+                raise self.snapshot
             pieces = list_pieces(self.model.state) if self.snapshot is None else self.snapshot
             return LiveReader(pieces, rank=group.rank)
 

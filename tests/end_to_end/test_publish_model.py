@@ -121,6 +121,7 @@ def test_a_failure_on_one_rank_reaches_all(trained: Path) -> None:
     for one in seen:
         assert "`proj_out.weight` is no tensor" in one["inside"]
         assert "rank 2" in one["inside"]
+        assert "`proj_out.weight` is no tensor" in one["inside_async"]
         assert "rank 1 did not join within 6 s" in one["before"]
     assert not (trained / "faults" / "inside").exists()
     assert not (trained / "faults" / "before").exists()

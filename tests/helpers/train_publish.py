@@ -273,6 +273,12 @@ def run_faults(base: Path, out: Path) -> dict[str, Any]:
         publish_model(state, target_dir=out / "inside", model_config=config, **options)
     except MergeError as error:
         seen["inside"] = str(error)
+    try:
+        publish_model_async(
+            state, target_dir=out / "inside", model_config=config, **options
+        ).result(60)
+    except MergeError as error:
+        seen["inside_async"] = str(error)
     dist.barrier()
     # Rank 1 does not call; when it does at last, the others have given up.
     for caller in (lambda rank: rank != 1, lambda rank: rank == 1):
