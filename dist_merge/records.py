@@ -15,6 +15,8 @@ DTYPES: dict[str, tuple[str, int]] = {
     "bfloat16": ("BF16", 2),
     "float8_e4m3fn": ("F8_E4M3", 1),
     "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
     "float8_e8m0fnu": ("F8_E8M0", 1),
     "complex64": ("C64", 8),
     "int64": ("I64", 8),
@@ -29,7 +31,7 @@ DTYPES: dict[str, tuple[str, int]] = {
 }
 SAFETENSORS_DTYPES: dict[str, str] = {name: dtype for dtype, (name, _) in DTYPES.items()}
 FLOATING_DTYPES = frozenset(
-    {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"}
+    {"float64", "float32", "float16", "bfloat16", *(name for name in DTYPES if "float8" in name)}
 )
 
 

@@ -42,22 +42,22 @@ class GlooTransport:
         incoming: Sequence[tuple[int, torch.Tensor]],
     ) -> None:
         """See `contracts.Transport`."""
+        peer = 0
+        works = []
         try:
-            works = [
-                self._gloo.recv([piece], source, 0)
-                for source, message in incoming
-                for piece in split_message(message, PIECE_NBYTES)
-            ]
-            works += [
-                self._gloo.send([piece], 0, 0)
-                for message in outgoing
+            for source, message in incoming:
+                peer = source
+                for piece in split_message(message, PIECE_NBYTES):
+                    works.append((source, self._gloo.recv([piece], source, 0)))
+            for message in outgoing:
+                peer = 0
                 # gloo reads host memory only.
-                for piece in split_message(message.cpu(), PIECE_NBYTES)
-            ]
-            for work in works:
+                for piece in split_message(message.cpu(), PIECE_NBYTES):
+                    works.append((0, self._gloo.send([piece], 0, 0)))
+            for peer, work in works:  # noqa: B007 - named in the error
                 work.wait()
         except RuntimeError as error:
-            raise transfer_error(error) from error
+            raise transfer_error(error, peer=peer) from error
 
     def close(self) -> None:
         """Close the connections."""
@@ -69,11 +69,11 @@ def split_message(message: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
     return [message[start : start + nbytes] for start in range(0, message.numel(), nbytes)]
 
 
-def transfer_error(error: RuntimeError) -> PeerError:
+def transfer_error(error: RuntimeError, *, peer: int) -> PeerError:
     """The error for a transfer that broke off; seldom the first cause."""
     return PeerError(
         "transfer-failed",
-        "a transfer between ranks broke off",
+        f"the transfer with rank {peer} broke off",
         found=str(error).strip().splitlines()[0][:200],
         hint="another rank ended or the network failed; see the other ranks' output",
     )

@@ -83,7 +83,8 @@ class DeviceTransport:
                 [(rank, p) for rank, message in incoming for p in split_message(message, nbytes)]
             )
         except RuntimeError as error:
-            raise transfer_error(error) from error
+            peer = incoming[0][0] if incoming else 0
+            raise transfer_error(error, peer=peer) from error
 
     def _send(self, pieces: Sequence[torch.Tensor]) -> None:
         """Send pieces in order; the buffers take turns, so one is filled while one is sent."""
