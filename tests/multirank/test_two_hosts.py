@@ -229,3 +229,40 @@ def test_killed_machine_is_noticed(site: Site, killed: int) -> None:
     # Only the death of the publishing machine itself may leave a staging folder.
     left = {path.name for path in site.only_first.iterdir()} - {"base"}
     assert killed == 0 or not left
+
+
+def test_machine_without_the_folder_takes_part(lab: Lab, tmp_path: Path) -> None:
+    """Catches a rank that opens a folder its machine does not have; either rank, said kind or not."""
+    config = {
+        "base_model": str(lab.base),
+        "hf_model_config_path": str(lab.run() / "actor" / "huggingface"),
+        "trust_checkpoint": True,
+        "quiet": True,
+    }
+    cases = []
+    for holder, backend in ((0, "auto"), (1, "fsdp"), (1, "auto"), (None, "fsdp")):
+        name = f"{holder}-{backend}"
+        if holder is not None:
+            lab.copy_actor(tmp_path / name / f"disk{holder}")
+        paths = {"local_dir": tmp_path / name / "disk{rank}", "target_dir": tmp_path / f"{name}-out"}
+        texts = {key: str(path) for key, path in paths.items()}
+        cases.append({"name": name, "config": {**config, **texts, "backend": backend}})
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    (tmp_path / "seen").mkdir()
+    done = torchrun("tests.helpers.run_cases", [tmp_path / "cases.json", tmp_path / "seen"], nproc=2)
+    assert done.code == 0, done.stderr
+    seen = {
+        case["name"]: [
+            json.loads((tmp_path / "seen" / f"{case['name']}_{rank}.json").read_text())["error_id"]
+            for rank in (0, 1)
+        ]
+        for case in cases
+    }
+    assert seen == {
+        "0-auto": [None, None],
+        "1-fsdp": [None, None],
+        "1-auto": [None, None],
+        "None-fsdp": ["local-dir-missing"] * 2,
+    }
+    for name in ("1-fsdp", "1-auto"):
+        check_equal(tmp_path / "0-auto-out", tmp_path / f"{name}-out")
