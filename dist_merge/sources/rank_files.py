@@ -90,11 +90,9 @@ class RankFileSource:
 
     def open(self, local_dir: Path, files: Sequence[SourceFile]) -> RankFileReader:
         """See `contracts.Source`."""
-        others = [
-            name
-            for name in sorted(os.listdir(local_dir))
-            if name.endswith(".pt") and not NAME.fullmatch(name)
-        ]
+        # A machine may hold no file of the checkpoint, nor the folder.
+        names = sorted(os.listdir(local_dir)) if local_dir.is_dir() else []
+        others = [name for name in names if name.endswith(".pt") and not NAME.fullmatch(name)]
         notes = [f"ignored files that are no model weights: {make_list(others)}"] if others else []
         opened = {}
         for file in files:

@@ -72,16 +72,19 @@ def save_reference(state: dict[str, Any], path: Path) -> None:
     dist.barrier()
 
 
-def save_plain(pipeline: Path, out: Path) -> None:
-    """rows, columns, hsdp."""
-    size = dist.get_world_size()
-    model = shard(pipeline, init_device_mesh("cpu", (size,)))
+def save_rows(pipeline: Path, out: Path) -> None:
+    """rows."""
+    model = shard(pipeline, init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = train(model, lr=1e-2)
     state = get_model_state_dict(model)
     optim = get_optimizer_state_dict(model, optimizer)
     dcp.save({"model": state, "optim": optim, "step": 1}, checkpoint_id=out / "rows" / "step-1")
     save_reference(state, out / "rows" / "reference.safetensors")
 
+
+def save_plain(pipeline: Path, out: Path) -> None:
+    """columns, hsdp."""
+    size = dist.get_world_size()
     model = shard(pipeline, init_device_mesh("cpu", (size,)), columns=True)
     optimizer = train(model, lr=2e-2)
     state = get_model_state_dict(model)
@@ -153,12 +156,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pipeline", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", choices=["rows"])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    save_plain(arguments.pipeline, arguments.out)
-    save_hf(arguments.pipeline, arguments.out)
-    save_accelerate(arguments.pipeline, arguments.out)
+    save_rows(arguments.pipeline, arguments.out)
+    if arguments.only is None:
+        save_plain(arguments.pipeline, arguments.out)
+        save_hf(arguments.pipeline, arguments.out)
+        save_accelerate(arguments.pipeline, arguments.out)
     if dist.get_rank() == 0:
         config = dict(load_model(arguments.pipeline).config)
         text = json.dumps({**config, "_class_name": "QwenImageTransformer2DModel"})
