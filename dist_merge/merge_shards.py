@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from .adapters.watch import AdapterWatch
 from .contracts import SourceReader, Transport
+from .files import make_parents
 from .gather import gather_bucket, prepare_bucket
 from .group import Group
 from .progress import Progress
@@ -95,8 +96,7 @@ class ShardMerger:
             self.watch.see_sources(gathered.tensors)
         if self.writer is None:
             assert self.artifact_dir is not None
-            path = self.artifact_dir / shard.path
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = make_parents(self.artifact_dir, shard.path)
             self.writer = ShardWriter(path, output_shard=shard, group=group)
         for output, result, digest in compute_outputs(self.plan, bucket, gathered):
             if digest is not None:

@@ -34,10 +34,7 @@ SPOTS: dict[str, tuple[Spot, Spot]] = {
         Spot("dist_merge.inspect_sources:encode_files"),
     ),
     "plan": (Spot("dist_merge.merge_job.Job:make_plan"),) * 2,
-    "gather": (
-        Spot("dist_merge.merge_shards:gather_bucket", calls=8),
-        Spot("dist_merge.transports.gloo.GlooTransport:transfer", calls=8),
-    ),
+    "gather": (Spot("dist_merge.merge_shards:gather_bucket", calls=8),) * 2,
     "write": (
         Spot("dist_merge.write.ShardWriter:_write", calls=70),
         Spot("dist_merge.merge_shards:prepare_bucket", calls=8),

@@ -61,7 +61,9 @@ class Lab:
 def make_lab(root: Path) -> Lab:
     """Train the tiny model for one step on two ranks."""
     base = build_pipeline(root / "base")
-    done = torchrun("tests.helpers.train_fsdp", ["--pipeline", base, "--out", root / "run"], nproc=2)
+    done = torchrun(
+        "tests.helpers.train_fsdp", ["--pipeline", base, "--out", root / "run"], nproc=2
+    )
     if done.code:
         raise RuntimeError(done.stderr)
     return Lab(root / "run" / "actor", base)
@@ -175,6 +177,17 @@ def check_complete(target: Path) -> Iterator[str]:
         yield f"the target is not complete: {error}"
 
 
+def may_publish(fault: Fault) -> bool:
+    """Whether rank 0 may have renamed before it could know of the fault."""
+    if fault.step == "after rename":
+        return True
+    # A dead rank takes part in no further agreement; a told one may, until it has been told.
+    late = {"SIGKILL": ("before rename",), "SIGTERM": ("before rename", "finish")}[fault.kind]
+    if fault.rank == 0:
+        return fault.kind == "SIGTERM" and fault.step == "before rename"
+    return fault.step in late
+
+
 def judge(trial: Trial, ended: Ended, target: Path) -> Iterator[str]:
     """Name every promise that this job broke."""
     fault = trial.fault
@@ -187,10 +200,8 @@ def judge(trial: Trial, ended: Ended, target: Path) -> Iterator[str]:
         yield f"the job took {ended.seconds:.1f} s to end"
     if is_there:
         yield from check_complete(target)
-        if ended.is_struck and fault.step != "after rename" and 0 not in ended.codes:
-            # The others may be struck while rank 0 renames; rank 0 itself may not go on then.
-            if fault.rank == 0:
-                yield f"published after the fault: {ended.codes}"
+        if ended.is_struck and not may_publish(fault):
+            yield f"published after the fault: {ended.codes}"
     elif 0 in ended.codes:
         yield f"a rank says success and there is no target: {ended.codes}"
     if not ended.is_struck and any(ended.codes):
@@ -213,9 +224,7 @@ def main() -> int:
     print(f"seed {options.seed}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         root = Path(name)
-        soak = Soak(
-            make_lab(root), Launcher(is_in_process=options.in_process), root / "work"
-        )
+        soak = Soak(make_lab(root), Launcher(is_in_process=options.in_process), root / "work")
         deadline = time.monotonic() + 60 * options.minutes
         for trial in draw_trials(options.seed, worlds=options.world):
             if time.monotonic() > deadline:
