@@ -50,10 +50,13 @@ def merge_shards(
     weights: dict[str, tuple[str, int]] = {}
     for number, shard in enumerate(plan.output_shards):
         merger = ShardMerger(plan, number, artifact_dir, group, progress, watch)
-        for bucket in (b for b in plan.buckets if b.output_shard == number):
-            merger.merge_bucket(bucket, reader=reader, transport=transport)
-        finish = merger.finish if group.rank == 0 else nothing
-        done = group.prepare(f"verify/{number}", finish)
+        try:
+            for bucket in (b for b in plan.buckets if b.output_shard == number):
+                merger.merge_bucket(bucket, reader=reader, transport=transport)
+            finish = merger.finish if group.rank == 0 else nothing
+            done = group.prepare(f"verify/{number}", finish)
+        finally:
+            merger.close()
         if done is not None:
             weights[shard.path] = done
     return weights
@@ -105,6 +108,11 @@ class ShardMerger:
                 self.watch.see_output(output, result, gathered.tensors)
             self.writer.write(result)
             self.progress.advance(result.nbytes)
+
+    def close(self) -> None:
+        """Close the file; idempotent. A network disk keeps a deleted file that is still open."""
+        if self.writer is not None:
+            self.writer.close()
 
     def finish(self) -> tuple[str, int]:
         """Sync the file, reopen it and compare it with its sources. Ranks: rank 0 only."""
