@@ -193,7 +193,7 @@ def install_signal_handlers() -> None:
         raise PeerError(
             "interrupted",
             f"received {signal.Signals(number).name}",
-            hint="the launcher or the scheduler stopped the job; nothing was published",
+            hint="the launcher or scheduler stopped the job; a target that is there is complete",
         )
 
     signal.signal(signal.SIGTERM, handle)

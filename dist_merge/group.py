@@ -85,6 +85,15 @@ class Group:
         if self.stopped.is_set() and self._cause is not None:
             raise self._cause
 
+    def confirm(self) -> None:
+        """Ask the store once more, and raise the first cause when any rank has failed.
+
+        For the step that cannot be taken back: the watcher asks only now and then.
+        """
+        if self.size > 1:
+            self._op(self._adopt_cause)
+        self.check()
+
     def prepare(self, step: str, action: Callable[[], T], *, is_shared: bool = False) -> T:
         """Run `action` here, then agree with all ranks that it worked everywhere.
 
@@ -159,7 +168,7 @@ class Group:
         if error.rank is None and self.size > 1 and not is_shared and self._cause is None:
             error.rank = self.rank
         if self.size > 1 and self._cause is None:
-            if isinstance(error, PeerError):
+            if isinstance(error, PeerError) and error.error_id != "interrupted":
                 # A broken connection is seldom the cause: give the watcher time to find it.
                 self.stopped.wait(3.0)
             try:

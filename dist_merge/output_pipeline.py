@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .adapters.watch import AdapterWatch
+from .files import make_parents
 from .gather import GatheredBucket
 from .group import Group
 from .progress import Progress
@@ -45,8 +46,7 @@ class ShardMerger:
         if self.watch is not None:
             self.watch.see_sources(gathered.tensors)
         if self.writer is None:
-            path = self.artifact_dir / shard.path
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = make_parents(self.artifact_dir, shard.path)
             self.writer = ShardWriter(path, output_shard=shard, group=self.group)
         for output, result, digest in compute_outputs(self.plan, bucket, gathered):
             if digest is not None:
@@ -71,7 +71,7 @@ class ShardMerger:
         return sha256, nbytes
 
     def close(self) -> None:
-        """Close the file; idempotent."""
+        """Close the file; idempotent. A network disk keeps a deleted file that is still open."""
         if self.writer is not None:
             self.writer.close()
 

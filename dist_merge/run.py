@@ -102,6 +102,8 @@ class MergeRun:
         """Remove the staging folder and close the sources; idempotent."""
         if self.staging is not None:
             self.staging.discard()
+            if self.staging.is_published and self.group.cause is not None:
+                self.group.cause.hint = "the error came after publishing: the target is complete"
         if self.sources is not None:
             self.sources.reader.close()
         if self.base_reader is not None:
@@ -363,7 +365,7 @@ class MergeRun:
     def publish(self) -> None:
         """Rename the staging folder onto the target. Ranks: rank 0 only."""
         assert self.staging is not None
-        self.staging.publish()
+        self.staging.publish(confirm=self.group.confirm)
 
     def share_result(self, result: MergeResult | None) -> MergeResult:
         """Hand rank 0's result to all ranks."""
