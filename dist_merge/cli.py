@@ -216,7 +216,7 @@ def install_signal_handlers() -> None:
         raise PeerError(
             "interrupted",
             f"received {signal.Signals(number).name}",
-            hint="the launcher or the scheduler stopped the job; a target is there only if complete",
+            hint="the launcher or scheduler stopped the job; a target is there only if complete",
         )
 
     signal.signal(signal.SIGTERM, handle)

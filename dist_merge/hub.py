@@ -142,17 +142,14 @@ def read_status(error: BaseException) -> int | None:
 @contextmanager
 def library_bars(*, enabled: bool) -> Iterator[None]:
     """Keep the library's own progress bars off a log, and leave its setting as it was."""
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
+    from huggingface_hub import utils
 
-    silence = not (enabled and sys.stderr.isatty()) and not are_progress_bars_disabled()
+    bars: Any = utils  # typed as if these three were not exported
+    silence = not (enabled and sys.stderr.isatty()) and not bars.are_progress_bars_disabled()
     if silence:
-        disable_progress_bars()
+        bars.disable_progress_bars()
     try:
         yield
     finally:
         if silence:
-            enable_progress_bars()
+            bars.enable_progress_bars()

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from .adapters.settings import CONFIG_NAME
 from .architectures import find_trained
 from .files import read_json
 from .manifest import Manifest
@@ -33,17 +34,16 @@ def make_card(
         UTF-8 Markdown with YAML front matter; None where the folder has a card of its own, or
         holds a whole pipeline.
     """
-    if CARD_NAME in manifest.files or manifest.artifact_type not in _DESCRIBE:
+    if not needs_card(manifest):
         return None
     from huggingface_hub import ModelCardData
 
     base = find_hub_name(base_model)
+    if base is None and (folder / CONFIG_NAME).is_file():
+        base = find_hub_name(read_json(folder / CONFIG_NAME).get("base_model_name_or_path"))
     library, tags, relation, loading = _DESCRIBE[manifest.artifact_type](
         folder, manifest, repo_id=repo_id, base=base
     )
-    if base is None and (folder / "adapter_config.json").is_file():
-        recorded = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-        base = find_hub_name(recorded)
     data = ModelCardData(
         base_model=base,
         base_model_relation=relation if base is not None else None,
@@ -53,6 +53,11 @@ def make_card(
     )
     lines = ["---", data.to_yaml(), "---", "", f"# {repo_id.rpartition('/')[2]}", "", *loading]
     return "\n".join([*lines, "", *describe_origin(manifest), ""]).encode()
+
+
+def needs_card(manifest: Manifest) -> bool:
+    """Whether an artifact is of a kind that gets a card and has none of its own."""
+    return CARD_NAME not in manifest.files and manifest.artifact_type in _DESCRIBE
 
 
 def find_hub_name(base_model: str | Path | None) -> str | None:
@@ -73,7 +78,7 @@ def find_hub_name(base_model: str | Path | None) -> str | None:
     return None
 
 
-def read_license(base_model: str | Path | None) -> dict[str, str]:
+def read_license(base_model: str | Path | None) -> dict[str, Any]:
     """Licence fields of the base's own card; empty where there are none."""
     import yaml
     from huggingface_hub import metadata_load

@@ -45,7 +45,7 @@ def check_repo_name(text: str) -> None:
         RequestError: It is none.
     """
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     found = repr(text)
     try:

@@ -391,7 +391,8 @@ class MergeRun:
                 base_model=self.config.base_model,
                 is_checked=True,
                 quiet=not self.talks,
-                timeout=self.config.timeout,
+                # Less than the other ranks' patience, so that this rank says what hangs.
+                timeout=0.9 * self.config.timeout,
                 on_progress=self.group.advance,
             )
         except UploadError as error:

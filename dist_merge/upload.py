@@ -16,7 +16,7 @@ from .errors import UploadError, make_list
 from .files import read_json, sha256_file
 from .hub import call_hub, library_bars, make_error, make_offline_error
 from .manifest import MANIFEST_NAME, Manifest, parse_manifest
-from .model_card import CARD_NAME, make_card
+from .model_card import CARD_NAME, make_card, needs_card
 from .progress import log
 from .request import check_repo_name
 from .validate import ADAPTER, is_adapter_alone, validate_artifact
@@ -121,7 +121,8 @@ def upload_artifact(
     if not is_checked:
         validate_artifact(path)
     artifact = read_artifact(Path(path))
-    hint = make_resume_command(path, repo_id, private=private, base_model=base_model)
+    named = base_model if needs_card(artifact.manifest) else None
+    hint = make_resume_command(path, repo_id, private=private, base_model=named)
     upload = Upload(artifact, repo_id, private, base_model, quiet, timeout, on_progress, hint)
     with library_bars(enabled=not quiet):
         return upload.execute(commit_num_files, commit_nbytes)
