@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import RequestError
 
@@ -44,15 +45,16 @@ def check_repo_name(text: str) -> None:
     Raises:
         RequestError: It is none.
     """
+    from huggingface_hub import utils
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
 
+    library: Any = utils  # typed as if it did not export this
     found = repr(text)
     try:
         organisation, _, name = text.partition("/")
         is_good = bool(organisation and name)
         for part in (organisation, name, text) if is_good else ():
-            validate_repo_id(part)
+            library.validate_repo_id(part)
     except HFValidationError as error:
         is_good, found = False, str(error)
     if not is_good:

@@ -132,7 +132,7 @@ def serve_hub() -> Iterator[Hub]:
         thread.join()
 
 
-class Answer(Exception):
+class AnswerError(Exception):
     """Ends a request with this status."""
 
     def __init__(self, status: int, message: str, **data: Any) -> None:
@@ -178,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
                 status, (data, headers) = 200, self.resolve(path)
             else:
                 status, data = 200, self.call_api(path, body)
-        except Answer as error:
+        except AnswerError as error:
             status, data = error.status, error.data
             headers = {"X-Error-Message": str(error), "Retry-After": "0"}
         content = data if isinstance(data, bytes) else json.dumps(data).encode()
@@ -200,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
     def call_api(self, path: str, body: bytes) -> Any:
         """Everything but objects and downloads; all of it wants the token."""
         if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
-            raise Answer(401, "Invalid credentials in Authorization header")
+            raise AnswerError(401, "Invalid credentials in Authorization header")
         if path == "/api/whoami-v2":
             return {"type": "user", "name": "team", "orgs": []}
         if path == "/api/repos/create":
@@ -218,11 +218,11 @@ class Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)
             objects = self.find_repo(path.removeprefix("/lfs/verify/")).objects
             if len(objects.get(asked["oid"], b"")) != asked["size"]:
-                raise Answer(422, "the object is not there")
+                raise AnswerError(422, "the object is not there")
             return {}
         parts = path.split("/")
         if parts[:3] != ["", "api", "models"] or len(parts) < 5:
-            raise Answer(404, f"no such endpoint: {path}")
+            raise AnswerError(404, f"no such endpoint: {path}")
         name = "/".join(parts[3:5])
         return self.call_repo(self.find_repo(name), name, parts[5:], body)
 
@@ -231,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
         action, revision = (parts + ["info", "main"])[:2] if len(parts) < 2 else parts[:2]
         commit = repo.at(revision)
         if commit is None:
-            raise Answer(404, f"no revision {revision}")
+            raise AnswerError(404, f"no revision {revision}")
         if action in ("info", "revision"):
             siblings = [{"rfilename": path} for path in commit.files]
             info = {"id": name, "modelId": name, "sha": commit.oid, "private": repo.private}
@@ -244,18 +244,18 @@ class Handler(BaseHTTPRequestHandler):
             return {"files": [self.choose_mode(repo, f) for f in json.loads(body)["files"]]}
         if action == "commit":
             return self.commit(repo, name, body)
-        raise Answer(404, f"no such endpoint: {action}")
+        raise AnswerError(404, f"no such endpoint: {action}")
 
     def find_repo(self, name: str) -> Repo:
         if name not in self.hub.repos:
-            raise Answer(404, "Repository not found")
+            raise AnswerError(404, "Repository not found")
         return self.hub.repos[name]
 
     def create(self, asked: dict[str, Any]) -> Any:
         name = f"{asked['organization']}/{asked['name']}"
         url = f"{self.hub.url}/{name}"
         if name in self.hub.repos:
-            raise Answer(409, "You already created this model repo", url=url)
+            raise AnswerError(409, "You already created this model repo", url=url)
         is_private = asked.get("visibility") == "private" or bool(asked.get("private"))
         self.hub.make_repo(name, private=is_private)
         return {"url": url, "name": name}
@@ -288,10 +288,10 @@ class Handler(BaseHTTPRequestHandler):
         if hub.stalls is not None:
             hub.stalls.wait()
         if hashlib.sha256(body).hexdigest() != oid:
-            raise Answer(400, "the object has another hash")
+            raise AnswerError(400, "the object has another hash")
         with hub.lock:
             if hub.max_puts is not None and len(hub.puts) >= hub.max_puts:
-                raise Answer(500, "Internal error")
+                raise AnswerError(500, "Internal error")
             hub.puts.append(oid)
         name = urlsplit(self.path).path.split("/")[-2].replace("+", "/")
         self.find_repo(name).objects[oid] = body
@@ -300,7 +300,7 @@ class Handler(BaseHTTPRequestHandler):
     def commit(self, repo: Repo, name: str, body: bytes) -> Any:
         """A commit in newline-delimited JSON."""
         if self.hub.commit_status:
-            raise Answer(self.hub.commit_status, "The store is closed for maintenance")
+            raise AnswerError(self.hub.commit_status, "The store is closed for maintenance")
         lines = [json.loads(line) for line in body.splitlines()]
         files = {}
         for line in lines[1:]:
@@ -310,10 +310,10 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = StoredFile(content, False)
             elif line["key"] == "lfsFile":
                 if value["oid"] not in repo.objects:
-                    raise Answer(422, f"object {value['oid']} is not there")
+                    raise AnswerError(422, f"object {value['oid']} is not there")
                 files[value["path"]] = StoredFile(repo.objects[value["oid"]], True)
             else:
-                raise Answer(400, f"{line['key']} is not for an upload")
+                raise AnswerError(400, f"{line['key']} is not for an upload")
         if self.hub.spoils in files:
             file = files[self.hub.spoils]
             files[self.hub.spoils] = StoredFile(file.content[:-1] + b"!", file.is_lfs)
@@ -326,7 +326,7 @@ class Handler(BaseHTTPRequestHandler):
         revision, _, file_path = rest.partition("/")
         commit = self.find_repo(name).at(revision)
         if commit is None or file_path not in commit.files:
-            raise Answer(404, "Entry not found")
+            raise AnswerError(404, "Entry not found")
         file = commit.files[file_path]
         headers = {"ETag": f'"{file.blob_id}"', "X-Repo-Commit": commit.oid}
         if file.is_lfs:
