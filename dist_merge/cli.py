@@ -30,6 +30,7 @@ EXAMPLES = """examples:
       --target_dir out --base_model Qwen-Image --trust-checkpoint
   python -m dist_merge test --backend fsdp --test_hf_dir out
   python -m dist_merge inspect --local_dir actor --trust-checkpoint
+  python -m dist_merge upload --artifact out --hf_upload_path my-team/my-model
 """
 
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .adapters.settings import CONFIG_NAME
+from .adapters.settings import ADAPTER_DIR, CONFIG_NAME
 from .architectures import find_trained
 from .files import read_json
 from .manifest import Manifest
@@ -136,6 +136,8 @@ def _describe_transformer(
             f'transformer = {name}.from_pretrained("{repo_id}")',
             "```",
         ]
+    if f"{ADAPTER_DIR}/{CONFIG_NAME}" in manifest.files:
+        text += ["", f"`{ADAPTER_DIR}` holds a LoRA adapter, which is **not** folded in."]
     return "diffusers", [], "finetune", text
 
 
