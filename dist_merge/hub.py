@@ -23,9 +23,9 @@ def call_hub(
     what: str,
     action: Callable[[], T],
     *,
-    folder: Path,
     timeout: float,
-    on_progress: Callable[[], None],
+    folder: Path | None = None,
+    on_progress: Callable[[], None] = lambda: None,
     hint: str | None = None,
 ) -> T:
     """Run one call of the hub's library in a thread of its own, and watch it.
@@ -36,8 +36,8 @@ def call_hub(
     Args:
         what: What the call does, for messages.
         action: The call.
-        folder: Folder whose files it sends; reading on in one of them is progress.
         timeout: Seconds without progress.
+        folder: Folder whose files it sends; reading on in one of them is progress.
         on_progress: Called whenever something moved; may raise to give up.
         hint: How to go on after a failure.
 
@@ -76,11 +76,13 @@ def call_hub(
     return result
 
 
-def read_positions(folder: Path) -> dict[str, str]:
+def read_positions(folder: Path | None) -> dict[str, str]:
     """Where this process stands in each file of `folder` that it has open; empty without /proc.
 
     This sees a transfer move whichever way the library sends the file.
     """
+    if folder is None:
+        return {}
     prefix = f"{folder.resolve()}{os.sep}"
     positions = {}
     try:

@@ -10,63 +10,28 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from .adapters.settings import ADAPTER_DIR
-from .base_weights import is_index_file, is_weight_like
+from .base_weights import is_weight_like
 from .errors import UploadError, make_list
-from .files import read_json, sha256_file
-from .hub import call_hub, library_bars, make_error, make_offline_error
-from .manifest import MANIFEST_NAME, Manifest, parse_manifest
+from .hub import call_hub, library_bars, make_offline_error
 from .model_card import CARD_NAME, make_card, needs_card
 from .progress import log
 from .request import check_repo_name
-from .validate import ADAPTER, is_adapter_alone, validate_artifact
+from .upload_files import (
+    COMMIT_NBYTES,
+    COMMIT_NUM_FILES,
+    ENTRY_NAMES,
+    Artifact,
+    LocalFile,
+    order_commits,
+    read_artifact,
+)
+from .validate import ADAPTER, validate_artifact
 
 T = TypeVar("T")
-# What one commit may add; hubs advise against larger ones.
-COMMIT_NUM_FILES = 50
-COMMIT_NBYTES = 10 * 2**30
-# Files by which loaders recognise a model.
-ENTRY_NAMES = frozenset({"model_index.json", "config.json", "adapter_config.json", MANIFEST_NAME})
+# How long a merge waits for the hub's word on the token before it starts.
+ASK_SECONDS = 30.0
 # Files that a repository may have of its own.
 OWN_NAMES = frozenset({CARD_NAME, ".gitattributes"})
-
-
-@dataclass(frozen=True)
-class LocalFile:
-    """One file to upload: its path in the repository, and a local file or bytes."""
-
-    path: str
-    content: Path | bytes
-    nbytes: int
-    sha256: str
-
-    def git_sha1(self) -> str:
-        """Hash by which git names this content."""
-        digest = hashlib.sha1(b"blob %d\0" % self.nbytes, usedforsecurity=False)
-        if isinstance(self.content, bytes):
-            digest.update(self.content)
-        else:
-            with self.content.open("rb") as file:
-                while piece := file.read(2**20):
-                    digest.update(piece)
-        return digest.hexdigest()
-
-    def equals(self, remote: Any) -> bool:
-        """Whether the hub's `RepoFile` is this content, by the hash the hub keeps of it."""
-        if remote is None or remote.size != self.nbytes:
-            return False
-        if remote.lfs is not None:
-            return bool(remote.lfs.sha256 == self.sha256)
-        return bool(remote.blob_id == self.git_sha1())
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """A published folder: root of what is uploaded, manifest, and every file with the manifest."""
-
-    folder: Path
-    manifest: Manifest
-    files: tuple[LocalFile, ...]
 
 
 @dataclass(frozen=True)
@@ -140,13 +105,12 @@ def check_hub() -> str | None:
     if HF_HUB_OFFLINE:
         raise make_offline_error()
     try:
-        HfApi().whoami()
-    except Exception as error:
-        failure = make_error(error, what="to say whose token this is", hint=None)
-        if failure.error_id != "upload-failed":
-            raise failure from error
+        call_hub("to say whose token this is", HfApi().whoami, timeout=ASK_SECONDS)
+    except UploadError as error:
+        if error.error_id == "upload-denied":
+            raise
         # Not every hub answers this question, and the hub may be back when it is needed.
-        return f"the hub could not be asked about the token: {failure.found}"
+        return f"the hub could not be asked about the token: {error.found or error.what}"
     return None
 
 
@@ -159,48 +123,6 @@ def make_resume_command(
     words += ["--private"] if private else []
     words += ["--base_model", str(base_model)] if base_model is not None else []
     return shlex.join(words)
-
-
-def read_artifact(path: Path) -> Artifact:
-    """List a published folder's files; of an adapter alone, those of its folder."""
-    folder = path / ADAPTER_DIR if is_adapter_alone(path) else path
-    manifest = parse_manifest(read_json(folder / MANIFEST_NAME))
-    files = [
-        LocalFile(name, folder / name, manifest.file_sizes[name], sha256)
-        for name, sha256 in sorted(manifest.files.items())
-    ]
-    own = folder / MANIFEST_NAME
-    files.append(LocalFile(MANIFEST_NAME, own, own.stat().st_size, sha256_file(own)))
-    return Artifact(folder, manifest, tuple(files))
-
-
-def order_commits(
-    files: Sequence[LocalFile], *, at_once: bool, num_files: int, nbytes: int
-) -> list[list[LocalFile]]:
-    """Cut files into commits: weights, then other files, at last indexes and entry files.
-
-    A repository whose last commit is missing has no entry file, so no loader takes it for whole.
-    `at_once` makes one commit of all, for where readers could otherwise see a mixture.
-    """
-    if at_once:
-        return [list(files)] if files else []
-    last = [f for f in files if is_last(f.path)]
-    first = [f for f in files if not is_last(f.path)]
-    first.sort(key=lambda f: (not is_weight_like(f.path), f.path))
-    commits: list[list[LocalFile]] = []
-    size = 0
-    for file in first:
-        if not commits or len(commits[-1]) == num_files or size + file.nbytes > nbytes:
-            commits.append([])
-            size = 0
-        commits[-1].append(file)
-        size += file.nbytes
-    return commits + ([last] if last else [])
-
-
-def is_last(path: str) -> bool:
-    """Whether a file belongs to the last commit."""
-    return is_index_file(path) or PurePosixPath(path).name in ENTRY_NAMES or path == CARD_NAME
 
 
 @dataclass(frozen=True)
