@@ -52,7 +52,7 @@ def merge_model(config: ModelMergerConfig, *, process_group: Any = None) -> Merg
     Raises:
         MergeError: The first cause of any rank. No target is left.
 
-    Ranks: collective. Memory: rank 0 holds about two buffers and the largest tensor.
+    Ranks: collective. Memory: rank 0 holds at most three buffers and the largest tensor.
     """
     with open_group(timeout=config.timeout, process_group=process_group) as group:
         run = MergeRun(config, group=group, source=FileInput(config))
