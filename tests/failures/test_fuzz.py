@@ -1,0 +1,260 @@
+"""Damaged and random input to every parser: only errors of ours may come out, and no code may run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from dist_merge import MergeError, validate_artifact
+from dist_merge.actor_config import read_actor_config
+from dist_merge.base_weights import read_component_weights
+from dist_merge.manifest import MANIFEST_NAME, parse_manifest
+from dist_merge.records import SourceFile
+from dist_merge.safetensors_header import read_header
+from dist_merge.sources.dcp import DcpSource
+from dist_merge.sources.rank_files import RankFileSource
+from tests.conftest import Lab
+from tests.unit.test_published import make_published
+
+QUICK = settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+SLOW = settings(QUICK, max_examples=80)
+RANK_FILE = "model_world_size_1_rank_0.pt"
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["../x", "/etc/passwd", "a\\b", "a\nb", "..", "", "F32", "BF16", "\ud800"])
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=6,
+)
+# Where to change a file (a part of its length), what to do there, and with which byte.
+EDITS = st.lists(
+    st.tuples(
+        st.floats(0, 1), st.sampled_from(["set", "cut", "insert", "repeat"]), st.binary(max_size=9)
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def edit(content: bytes, edits: list[tuple[float, str, bytes]]) -> bytes:
+    """Damage some bytes."""
+    result = bytearray(content)
+    for part, action, new in edits:
+        at = int(part * len(result))
+        if action == "set":
+            result[at : at + len(new)] = new
+        elif action == "cut":
+            del result[at : at + 1 + len(new)]
+        elif action == "insert":
+            result[at:at] = new
+        else:
+            result[at:at] = result[at : at + 40]
+    return bytes(result)
+
+
+def only_ours(action: Callable[[], object]) -> None:
+    """Run; an error of ours is fine, any other is raised."""
+    try:
+        action()
+    except MergeError as error:
+        assert str(error)
+
+
+def replace_one(data: Any, path: list[int], value: Any) -> Any:
+    """A copy of JSON data with the value at some place replaced; `path` picks among the children."""
+    data = copy.deepcopy(data)
+    node, parent, key = data, None, None
+    for number in path:
+        if not isinstance(node, (dict, list)) or not node:
+            break
+        keys = sorted(node) if isinstance(node, dict) else list(range(len(node)))
+        parent, key = node, keys[number % len(keys)]
+        node = node[key]
+    if parent is None:
+        return value
+    parent[key] = value
+    return data
+
+
+PLACES = st.lists(st.integers(0, 50), min_size=1, max_size=5)
+
+
+@QUICK
+@given(edits=EDITS)
+def test_safetensors_bytes(tmp_path: Path, edits: list[tuple[float, str, bytes]]) -> None:
+    """Catches a header reader that stumbles over bytes."""
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(3, 2), "b": torch.ones(1)}, path, metadata={"format": "pt"})
+    path.write_bytes(edit(path.read_bytes()[:200], edits))
+    only_ours(lambda: read_header(path))
+
+
+@QUICK
+@given(place=PLACES, value=JSON)
+def test_safetensors_header(tmp_path: Path, place: list[int], value: Any) -> None:
+    """Catches a header reader that stumbles over a type."""
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    data = replace_one({"a": entry, "__metadata__": {"format": "pt"}}, place, value)
+    text = json.dumps(data).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    only_ours(lambda: read_header(path))
+
+
+@QUICK
+@given(place=PLACES, value=JSON)
+def test_weight_index(tmp_path: Path, place: list[int], value: Any) -> None:
+    """Catches an index that leads out of its folder, or a type that nobody expected."""
+    name = "model-00001-of-00001.safetensors"
+    save_file({"a": torch.ones(1)}, tmp_path / name)
+    index = {"metadata": {"total_size": 4}, "weight_map": {"a": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps(replace_one(index, place, value))
+    )
+    paths = [name, "model.safetensors.index.json"]
+    only_ours(lambda: read_component_weights(tmp_path, folder=".", paths=paths, stems=["model"]))
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small published folder."""
+    return make_published(tmp_path_factory.mktemp("fuzz") / "out")
+
+
+@QUICK
+@given(place=PLACES, value=JSON)
+def test_manifest(published: Path, place: list[int], value: Any) -> None:
+    """Catches a manifest that breaks the recheck."""
+    path = published / MANIFEST_NAME
+    content = path.read_bytes()
+    data = replace_one(json.loads(content), place, value)
+    only_ours(lambda: parse_manifest(data))
+    try:
+        path.write_text(json.dumps(data))
+        only_ours(lambda: validate_artifact(published))
+    finally:
+        path.write_bytes(content)
+
+
+@QUICK
+@given(edits=EDITS)
+def test_manifest_bytes(published: Path, edits: list[tuple[float, str, bytes]]) -> None:
+    """Catches the same for damaged text."""
+    path = published / MANIFEST_NAME
+    content = path.read_bytes()
+    try:
+        path.write_bytes(edit(content, edits))
+        only_ours(lambda: validate_artifact(published))
+    finally:
+        path.write_bytes(content)
+
+
+@QUICK
+@given(value=JSON)
+def test_actor_config(tmp_path: Path, value: Any) -> None:
+    """Catches a trained model's config of another type."""
+    (tmp_path / "config.json").write_text(json.dumps(value))
+    only_ours(lambda: read_actor_config(tmp_path))
+
+
+def read_rank_file(folder: Path) -> None:
+    """Open and describe one rank file, and look at every piece."""
+    source = RankFileSource()
+    files: list[SourceFile] = source.find_files(folder)
+    reader = source.open(folder, files)
+    try:
+        for shard in reader.describe(0):
+            tensor = reader.read(shard.source_file, shard.source_key)
+            assert tensor.numel() >= 0
+    finally:
+        reader.close()
+
+
+@SLOW
+@given(edits=EDITS)
+def test_rank_file(lab: Lab, tmp_path: Path, edits: list[tuple[float, str, bytes]]) -> None:
+    """Catches a pickle, damaged anywhere in its program, that crashes or is believed."""
+    content = (lab.run() / "actor" / "model_world_size_2_rank_0.pt").read_bytes()
+    start, end = find_pickle(content)
+    program = edit(content[start:end], edits)[: end - start].ljust(end - start, b".")
+    (tmp_path / RANK_FILE).write_bytes(content[:start] + program + content[end:])
+    only_ours(lambda: read_rank_file(tmp_path))
+
+
+@SLOW
+@given(edits=EDITS)
+def test_rank_file_archive(lab: Lab, tmp_path: Path, edits: list[tuple[float, str, bytes]]) -> None:
+    """Catches an archive whose directory lies: names, offsets, sizes."""
+    content = (lab.run() / "actor" / "model_world_size_2_rank_0.pt").read_bytes()
+    directory = content.index(b"PK\x01\x02")
+    (tmp_path / RANK_FILE).write_bytes(content[:directory] + edit(content[directory:], edits))
+    only_ours(lambda: read_rank_file(tmp_path))
+
+
+def find_pickle(content: bytes) -> tuple[int, int]:
+    """Where the pickle program lies in an uncompressed archive."""
+    start = content.index(b"\x80\x02", content.index(b"data.pkl"))
+    return start, content.index(b"PK", start)
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DCP folder."""
+    folder = tmp_path_factory.mktemp("fuzz-dcp")
+    state = {"model": {"a": torch.randn(3, 2), "b": torch.randn(4).bfloat16()}, "step": 1}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def read_dcp(folder: Path) -> None:
+    """Open and describe a DCP folder, and read every piece."""
+    source = DcpSource()
+    files = source.find_files(folder)
+    bound = source.with_index([source.read_index(folder, files)], state_key=None)
+    bound.check_complete([file.path for file in files])
+    reader = bound.open(folder, files)
+    try:
+        for shard in reader.describe(0):
+            reader.read(shard.source_file, shard.source_key)
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_dcp(save: Path, tmp_path: Path, name: str) -> None:
+    """Catches a DCP pickle or data file, damaged anywhere, that crashes or is believed."""
+    folder = Path(shutil.copytree(save, tmp_path / "save"))
+    content = (save / name).read_bytes()
+    read_dcp(folder)
+
+    @QUICK
+    @given(edits=EDITS)
+    def check(edits: list[tuple[float, str, bytes]]) -> None:
+        (folder / name).write_bytes(edit(content, edits))
+        only_ours(lambda: read_dcp(folder))
+
+    check()
