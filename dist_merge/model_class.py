@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from .contracts import Architecture
 from .errors import BaseModelError
 
-# Far more than any model has; building as many takes seconds.
-MAX_MODULES = 100_000
+# Far more than any of these models has; building as many takes seconds.
+MAX_MODULES = 20_000
 
 
 @dataclass(frozen=True)

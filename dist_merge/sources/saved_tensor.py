@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import SourceError
 from ..records import item_nbytes
 from .dcp_metadata import DTYPE_NAMES, make_sizes
 from .inert_pickle import load_inert, unreadable

@@ -164,8 +164,9 @@ def test_every_field_of_a_published_folder(tmp_path: Path) -> None:
         only_ours(lambda: validate_artifact(folder))
     # A folder whose manifest agrees with whatever its own configs say.
     for name in ("config.json", "model_index.json", f"{WEIGHTS}.index.json"):
-        content = {"_class_name": "QwenImageTransformer2DModel", "weight_map": {"a": WEIGHTS}}
-        for data in replace_each({**content, "num_layers": 1, "metadata": {"total_size": 24}}):
+        content = {"_class_name": "TinyPipeline", "weight_map": {"a": WEIGHTS}}
+        # 2**80 layers would take 20,000 modules to be refused, so it is tried only once, below.
+        for data in replace_each({**content, "metadata": {"total_size": 24}}):
             (folder / name).write_text(json.dumps(data))
             files = {**manifest["files"], name: sha256_file(folder / name)}
             sizes = {**manifest["file_sizes"], name: (folder / name).stat().st_size}
@@ -176,6 +177,20 @@ def test_every_field_of_a_published_folder(tmp_path: Path) -> None:
             (folder / name).unlink()
         else:
             (folder / name).write_text('{"_class_name": "Tiny"}')
+
+
+def test_endless_model_is_refused(tmp_path: Path) -> None:
+    """Catches a config that keeps a recheck, or a merge, busy for ever."""
+    folder = make_published(tmp_path / "out")
+    config = {"_class_name": "QwenImageTransformer2DModel", "num_layers": 2**80}
+    config |= {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": [4, 6, 6]}
+    (folder / "config.json").write_text(json.dumps(config))
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    manifest["files"]["config.json"] = sha256_file(folder / "config.json")
+    manifest["file_sizes"]["config.json"] = (folder / "config.json").stat().st_size
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with pytest.raises(MergeError, match="modules"):
+        validate_artifact(folder)
 
 
 def test_every_field_of_a_header_and_an_index(tmp_path: Path) -> None:
