@@ -19,6 +19,7 @@ PIECE_NBYTES = 2**18
 MAX_JSON_NBYTES = 64 * 2**20
 # Config fields that only tell from where a model was loaded.
 LOCATION_FIELDS = ("_name_or_path", "name_or_path")
+MAX_DEPTH = 64
 LEFT_OUT_DIRS = frozenset({".git", ".cache"})
 
 
@@ -115,7 +116,8 @@ def walk_files(root: Path, *, allow_links: bool = True) -> list[str]:
     File links (a hub cache's) are listed when `allow_links`; they are read through later.
 
     Raises:
-        ArtifactError: A link to a folder, a dangling link, a special file, an odd name.
+        ArtifactError: A link to a folder, a dangling link, a special file, an odd name,
+            folders nested too deep.
     """
     found: list[str] = []
 
@@ -133,6 +135,8 @@ def walk_files(root: Path, *, allow_links: bool = True) -> list[str]:
             relative = path.relative_to(root).as_posix()
             if not is_safe_path(relative):
                 raise refuse(path, "an entry whose name is not a plain file name")
+            if relative.count("/") >= MAX_DEPTH:
+                raise refuse(path, "folders nested beyond any use")
             if entry.is_symlink() and (not allow_links or not path.is_file()):
                 raise refuse(path, "a link to a folder, to nothing, or where none is allowed")
             if entry.is_dir(follow_symlinks=False):

@@ -29,6 +29,8 @@ T = TypeVar("T")
 CHUNK_NBYTES = 2**20
 POLL_SECONDS = (0.0002, 0.02)
 LEAVE_SECONDS = 3.0
+# How long a failure that others may have caused waits for the cause itself.
+CAUSE_SECONDS = 3.0
 
 
 class Group:
@@ -48,6 +50,7 @@ class Group:
         self.progress = 0
         self.waiting = False
         self.stopped = threading.Event()
+        self._stopping = threading.Event()
         # A client of our own: a trainer that waits in the store would block this run.
         self._shared_store = store
         self._store = _clone(store)
@@ -82,6 +85,8 @@ class Group:
 
     def check(self) -> None:
         """Raise the first cause when the run was stopped."""
+        if self._stopping.is_set():
+            self.stopped.wait(2 * CAUSE_SECONDS)
         if self.stopped.is_set() and self._cause is not None:
             raise self._cause
 
@@ -168,9 +173,11 @@ class Group:
         if error.rank is None and self.size > 1 and not is_shared and self._cause is None:
             error.rank = self.rank
         if self.size > 1 and self._cause is None:
-            if isinstance(error, PeerError) and error.error_id != "interrupted":
-                # A broken connection is seldom the cause: give the watcher time to find it.
-                self.stopped.wait(3.0)
+            if isinstance(error, PeerError):
+                # A broken connection is seldom the cause, nor is a launcher that stops the others
+                # of a dead rank: give the watcher time to find it, and go no further meanwhile.
+                self._stopping.set()
+                self.stopped.wait(CAUSE_SECONDS)
             try:
                 text = json.dumps(error.to_dict())
                 self._store.compare_set("cause", "", text)

@@ -30,7 +30,8 @@ NOTHING_HERE = frozenset({"local-dir-missing", "no-rank-files", "no-dcp-files", 
 class OpenSources:
     """The inventory all ranks share, and the files this rank has opened.
 
-    `hash` takes the SHA256 of what this rank holds. `local_dir` is the folder that holds the
+    `hash` takes the SHA256 of what this rank holds, `recheck` raises when a file of it has changed
+    since the inspection. `local_dir` is the folder that holds the
     files: the one asked for, or the one found below it; None for a live model. `device` is the
     CUDA device of this rank's shards where every rank's lie on one, such as `cuda:3`.
     """
@@ -40,6 +41,7 @@ class OpenSources:
     hash: Callable[[Group], dict[str, str]]
     local_dir: Path | None
     device: str | None = None
+    recheck: Callable[[], None] = lambda: None
 
 
 def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
@@ -90,7 +92,13 @@ def inspect_sources(config: ModelMergerConfig, *, group: Group) -> OpenSources:
         actor_config_sha256=sha256,
         notes=tuple(dict.fromkeys(notes)),
     )
-    return OpenSources(inventory, reader, partial(hash_sources, local_dir, own), local_dir)
+    return OpenSources(
+        inventory,
+        reader,
+        partial(hash_sources, local_dir, own),
+        local_dir,
+        recheck=partial(recheck_sources, local_dir, own),
+    )
 
 
 def detect_source(config: ModelMergerConfig, *, group: Group) -> Detected:
@@ -233,6 +241,16 @@ def hash_sources(local_dir: Path, files: Sequence[SourceFile], group: Group) -> 
         result[file.path] = sha256_file(local_dir / file.path, on_progress=group.advance)
         check_unchanged(local_dir, file)
     return result
+
+
+def recheck_sources(local_dir: Path, files: Sequence[SourceFile]) -> None:
+    """Check that no file changed since the inspection.
+
+    Raises:
+        SourceError: One did, or is gone.
+    """
+    for file in files:
+        check_unchanged(local_dir, file)
 
 
 def check_unchanged(local_dir: Path, file: SourceFile) -> None:

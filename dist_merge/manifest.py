@@ -184,7 +184,8 @@ def _parse_spec(name: str, spec: Any) -> TensorSpec:
         isinstance(spec, dict)
         and isinstance(spec.get("shape"), list)
         and all(_is_count(size) for size in spec["shape"])
-        and spec.get("dtype") in DTYPES
+        and isinstance(spec.get("dtype"), str)
+        and spec["dtype"] in DTYPES
     )
     if not good:
         raise make_error("tensors", f"{name!r} has no valid shape and dtype")

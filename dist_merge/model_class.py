@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from .contracts import Architecture
 from .errors import BaseModelError
+
+# Far more than any of these models has; building as many takes seconds.
+MAX_MODULES = 20_000
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def read_class_facts(architecture: Architecture, config: Mapping[str, Any]) -> C
     try:
         # On the meta device nothing is drawn. Saving and restoring the random state around this
         # would set a trainer's back that goes on meanwhile.
-        with torch.device("meta"):
+        with torch.device("meta"), limit_modules():
             model = cls(**arguments)
         state = model.state_dict()
     except Exception as error:
@@ -86,6 +92,26 @@ def read_class_facts(architecture: Architecture, config: Mapping[str, Any]) -> C
         unused_fields=unused,
         ignored_tensors=tuple(getattr(cls, "_keys_to_ignore_on_load_unexpected", None) or ()),
     )
+
+
+@contextmanager
+def limit_modules() -> Iterator[None]:
+    """Stop the building of a model that a damaged or hostile config makes endless."""
+    builder, count = threading.get_ident(), 0
+
+    def see(*_: Any) -> None:
+        nonlocal count
+        # The hook is the process's; a trainer may build modules meanwhile.
+        if threading.get_ident() == builder:
+            count += 1
+            if count > MAX_MODULES:
+                raise ValueError(f"more than {MAX_MODULES} modules")
+
+    handle = register_module_module_registration_hook(see)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def read_defaults(cls: type) -> dict[str, Any]:

@@ -103,7 +103,8 @@ class Peers:
             "peer-died",
             f"rank {rank} ended without a word: it was killed or crashed",
             rank=rank,
-            hint="look for an out-of-memory kill; a target that is there is complete",
+            hint="look for an out-of-memory kill (SIGKILL), or a file that was cut short while it "
+            "was read (SIGBUS); a target that is there is complete",
         )
 
     def _check_one(self, rank: int, beat: dict[str, Any], now: float) -> MergeError | None:

@@ -140,6 +140,8 @@ class MergeRun:
             packaged = self.on_rank_0("package", lambda: self.package(job))
         with self.timed("hash"):
             own_hashes = self.group.prepare("hash-sources", hasher.join)
+            # The hashes may have been taken before the last values were read.
+            self.group.prepare("recheck-inputs", lambda: self.recheck_inputs(job))
         hashes = self.group.exchange("hashes", json.dumps(own_hashes).encode())
         with self.timed("publish"):
             result = self.on_rank_0(
@@ -274,6 +276,14 @@ class MergeRun:
                 )
                 check_unchanged(folder, file)
         return {"sources": own, "base": replaced}
+
+    def recheck_inputs(self, job: Job) -> None:
+        """Raise when an input of this rank changed since the inspection."""
+        job.sources.recheck()
+        if self.group.rank == 0 and job.base is not None:
+            read = job.base.replaced if job.hashes_base else ()
+            for file in (*read, *([] if job.is_adapter_alone else job.base.files)):
+                check_unchanged(Path(str(self.config.base_model)), file)
 
     def open_transport(self) -> Transport:
         """Open the transport that `comm_backend` names."""

@@ -164,7 +164,7 @@ def check_tensors(folder: Path, manifest: Manifest) -> None:
         if (
             not isinstance(index, dict)
             or index.get("weight_map") != weight_map
-            or index.get("metadata", {}).get("total_size") != total
+            or index.get("metadata") != {"total_size": total}
         ):
             raise ArtifactError(
                 "index-mismatch", "the index does not match the weight files", where=f"`{name}`"
@@ -199,7 +199,8 @@ def check_adapter(folder: Path, manifest: Manifest) -> None:
 def check_configs(folder: Path, manifest: Manifest) -> None:
     """Check the pipeline's class, and that no edited config tells where the base came from."""
     if "model_index.json" in manifest.files:
-        found = read_json(folder / "model_index.json").get("_class_name")
+        index = read_json(folder / "model_index.json")
+        found = index.get("_class_name") if isinstance(index, dict) else None
         if found != manifest.architecture:
             raise ArtifactError(
                 "class-mismatch",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import SourceError
 from ..records import item_nbytes
 from .dcp_metadata import DTYPE_NAMES, make_sizes
 from .inert_pickle import load_inert, unreadable
@@ -117,7 +118,10 @@ def find_tensor(mapped: MappedFile, *, start: int, nbytes: int) -> SavedTensor:
         if not isinstance(rebuilt, Rebuilt):
             raise ValueError(f"{type(rebuilt).__name__} where a tensor is expected")
         return place_tensor(rebuilt, records, path=path, base=start)
-    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, struct.error, OSError) as error:
+    except SourceError:
+        raise
+    # A damaged archive can raise nearly anything from the reader of archives.
+    except Exception as error:
         raise unreadable(path, first_line(error)) from error
 
 

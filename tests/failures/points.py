@@ -62,7 +62,10 @@ SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: `kind` is a signal's name, `rank` the process that meets it."""
+    """One fault: `kind` is a signal's name or CUT, `rank` the process that meets it.
+
+    CUT cuts the file that SOAK_FILE names, as a trainer does that saves over it.
+    """
 
     kind: str
     step: str
@@ -96,7 +99,10 @@ def plant(fault: Fault, *, mark: Path) -> None:
 
     def strike() -> None:
         mark.write_text(str(time.time()))
-        os.kill(os.getpid(), SIGNALS[fault.kind])
+        if fault.kind == "CUT":
+            os.truncate(os.environ["SOAK_FILE"], 4096)
+        else:
+            os.kill(os.getpid(), SIGNALS[fault.kind])
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         if fault.spot.step is not None and args[1] != fault.spot.step:
