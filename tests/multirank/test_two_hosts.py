@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.tensor  # noqa: F401  (rank files hold DTensors)
+import torch.distributed.tensor
 
 from tests.conftest import Lab
 from tests.helpers.launch import ROOT, Finished, run, torchrun
@@ -221,7 +221,6 @@ def test_killed_machine_is_noticed(site: Site, killed: int) -> None:
         start = time.monotonic()
         finished = jobs[1 - killed].wait()
         seconds = time.monotonic() - start
-    print(seconds, finished.stderr)
     assert seconds < SECONDS_TO_NOTICE
     assert finished.code != 0
     assert f"rank {killed}" in finished.stderr or "peer-lost" in finished.stderr, finished.stderr
@@ -232,7 +231,7 @@ def test_killed_machine_is_noticed(site: Site, killed: int) -> None:
 
 
 def test_machine_without_the_folder_takes_part(lab: Lab, tmp_path: Path) -> None:
-    """Catches a rank that opens a folder its machine does not have; either rank, said kind or not."""
+    """Catches a rank that opens a folder its machine does not have, whichever rank it is."""
     config = {
         "base_model": str(lab.base),
         "hf_model_config_path": str(lab.run() / "actor" / "huggingface"),
@@ -244,12 +243,17 @@ def test_machine_without_the_folder_takes_part(lab: Lab, tmp_path: Path) -> None
         name = f"{holder}-{backend}"
         if holder is not None:
             lab.copy_actor(tmp_path / name / f"disk{holder}")
-        paths = {"local_dir": tmp_path / name / "disk{rank}", "target_dir": tmp_path / f"{name}-out"}
+        paths = {
+            "local_dir": tmp_path / name / "disk{rank}",
+            "target_dir": tmp_path / f"{name}-out",
+        }
         texts = {key: str(path) for key, path in paths.items()}
         cases.append({"name": name, "config": {**config, **texts, "backend": backend}})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     (tmp_path / "seen").mkdir()
-    done = torchrun("tests.helpers.run_cases", [tmp_path / "cases.json", tmp_path / "seen"], nproc=2)
+    done = torchrun(
+        "tests.helpers.run_cases", [tmp_path / "cases.json", tmp_path / "seen"], nproc=2
+    )
     assert done.code == 0, done.stderr
     seen = {
         case["name"]: [
