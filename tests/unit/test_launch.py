@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -42,3 +43,32 @@ def test_multi_node_without_a_variable_names_it(missing: str) -> None:
     )  # fmt: skip
     assert done.returncode != 0
     assert missing in done.stderr
+
+
+def test_slurm_script_starts_one_agent_per_machine(tmp_path: Path) -> None:
+    """Catches a lost option, a wrong first machine, a long list of machines that ends the script.
+
+    Slurm's two commands and torchrun are stand-ins that show what they were given.
+    """
+    stand_ins = {
+        "scontrol": "for n in $(seq 0 1999); do echo node$n; done",
+        "srun": 'shift; for n in 0 1; do SLURM_NODEID=$n "$@"; done',
+        "torchrun": "printf '%s|' \"$@\"; echo",
+    }
+    for name, script in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", LAUNCH / "slurm.sbatch", "--local_dir", "a folder"],
+        env={
+            "PATH": f"{tmp_path}{os.pathsep}/usr/bin:/bin", "SLURM_NNODES": "2000",
+            "SLURM_JOB_NODELIST": "node[0-1999]", "NPROC": "3",
+        },
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert done.stdout.splitlines() == [
+        f"--nnodes=2000|--node_rank={number}|--master_addr=node0|--master_port=29500|"
+        "--nproc_per_node=3|-m|dist_merge|merge|--local_dir|a folder|"
+        for number in (0, 1)
+    ]
