@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ EXAMPLES = """examples:
       --target_dir out --base_model Qwen-Image --trust-checkpoint
   python -m dist_merge test --backend fsdp --test_hf_dir out
   python -m dist_merge inspect --local_dir actor --trust-checkpoint
+  python -m dist_merge upload --artifact out --hf_upload_path my-team/my-model
 """
 
 
@@ -74,6 +76,7 @@ def add_merge_options(parser: argparse.ArgumentParser, *, is_merge: bool) -> Non
     output = parser.add_argument_group("output")
     if is_merge:
         add_option(output, "target_dir", required=True, help="output folder; must not exist")
+        add_upload_options(output, is_required=False)
     add_option(output, "output_format", choices=OUTPUT_FORMATS, default="pipeline")
     add_option(output, "dtype", choices=DTYPE_CHOICES, default="preserve")
     add_option(output, "max_shard_size", default="2GiB", help="bytes, or 2GiB / 5GB")
@@ -92,6 +95,13 @@ def add_merge_options(parser: argparse.ArgumentParser, *, is_merge: bool) -> Non
     add_option(run, "buffer_size", default="256MiB", help="transfer buffer")
     add_option(run, "timeout", type=float, default=1800.0, help="seconds without progress")
     add_option(run, "quiet", action="store_true", help="no progress on stderr")
+
+
+def add_upload_options(parser: Any, *, is_required: bool) -> None:
+    """Options that `merge` and `upload` share."""
+    text = "ORG/REPO on the hub" if is_required else "upload to this ORG/REPO after publishing"
+    add_option(parser, "hf_upload_path", required=is_required, help=text)
+    add_option(parser, "private", action="store_true", help="the repository is private")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -119,6 +129,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_option(test, "backend", choices=BACKENDS, default="auto", help="accepted, not needed")
     add_option(test, "test_hf_dir", required=True, help="published folder")
+    upload = commands.add_parser(
+        "upload", help="upload a published folder, or go on with an upload", allow_abbrev=False
+    )
+    add_option(upload, "artifact", required=True, help="published folder")
+    add_upload_options(upload, is_required=True)
+    add_option(upload, "base_model", help="the base's folder or name, for the model card")
+    add_option(upload, "timeout", type=float, default=1800.0, help="seconds without progress")
+    add_option(upload, "quiet", action="store_true", help="no progress on stderr")
     return parser
 
 
@@ -147,24 +165,30 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def run_command(options: dict[str, Any]) -> str | None:
     """Run one command; returns the text for stdout."""
     operation = options["operation"]
+    if operation in ("test", "upload") and not is_rank_0():
+        return None
+    if operation == "upload":
+        from .upload import upload_artifact
+
+        names = ("private", "base_model", "timeout", "quiet")
+        report = upload_artifact(
+            options["artifact"], options["hf_upload_path"], **{n: options[n] for n in names}
+        )
+        return json.dumps(asdict(report), sort_keys=True)
     if operation == "test":
-        if not is_rank_0():
-            return None
         from .validate import validate_artifact
 
         return json.dumps(validate_artifact(options["test_hf_dir"]), sort_keys=True)
     as_json = options.pop("json", False)
     config = ModelMergerConfig(**options)
     if operation == "merge":
-        from dataclasses import asdict
-
         from .run import merge_model
 
         return json.dumps(asdict(merge_model(config)), sort_keys=True)
     from .run import inspect_checkpoint
 
-    report = inspect_checkpoint(config)
-    return json.dumps(report, sort_keys=True) if as_json else format_report(report)
+    found = inspect_checkpoint(config)
+    return json.dumps(found, sort_keys=True) if as_json else format_report(found)
 
 
 def format_report(report: dict[str, Any], indent: str = "") -> str:
@@ -193,7 +217,7 @@ def install_signal_handlers() -> None:
         raise PeerError(
             "interrupted",
             f"received {signal.Signals(number).name}",
-            hint="the launcher or the scheduler stopped the job; nothing was published",
+            hint="the launcher or scheduler stopped the job; a target that is there is complete",
         )
 
     signal.signal(signal.SIGTERM, handle)

@@ -114,6 +114,10 @@ class TargetError(MergeError):
     """The target cannot be written or published."""
 
 
+class UploadError(MergeError):
+    """The artifact could not be uploaded; the local folder is complete and was not changed."""
+
+
 class PeerError(MergeError):
     """Another rank died, stopped answering, or the job was told to stop."""
 
@@ -133,6 +137,7 @@ KINDS: dict[str, type[MergeError]] = {
         VerificationError,
         ArtifactError,
         TargetError,
+        UploadError,
         PeerError,
         InternalError,
     )

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -144,6 +145,19 @@ def walk_files(root: Path, *, allow_links: bool = True) -> list[str]:
 
     visit(root)
     return sorted(found)
+
+
+def make_parents(root: Path, relative: str) -> Path:
+    """Make the folders between `root`, which must be there, and a file; returns the file's path.
+
+    A run that was stopped has no `root` any more, and must not bring it back.
+    """
+    folder = root
+    for part in PurePosixPath(relative).parent.parts:
+        folder = folder / part
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+    return root / relative
 
 
 def fsync_dir(path: Path) -> None:

@@ -12,20 +12,17 @@ straight line of `run.py`, a watcher thread publishes this rank's heartbeat and 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from .errors import MergeError, PeerError, RequestError, as_merge_error
+from .errors import MergeError, PeerError, as_merge_error
+from .membership import Membership, join_ranks
 from .peers import BEAT_SECONDS, Peers, process_identity
 
 T = TypeVar("T")
@@ -87,6 +84,15 @@ class Group:
         """Raise the first cause when the run was stopped."""
         if self.stopped.is_set() and self._cause is not None:
             raise self._cause
+
+    def confirm(self) -> None:
+        """Ask the store once more, and raise the first cause when any rank has failed.
+
+        For the step that cannot be taken back: the watcher asks only now and then.
+        """
+        if self.size > 1:
+            self._op(self._adopt_cause)
+        self.check()
 
     def prepare(self, step: str, action: Callable[[], T], *, is_shared: bool = False) -> T:
         """Run `action` here, then agree with all ranks that it worked everywhere.
@@ -162,7 +168,7 @@ class Group:
         if error.rank is None and self.size > 1 and not is_shared and self._cause is None:
             error.rank = self.rank
         if self.size > 1 and self._cause is None:
-            if isinstance(error, PeerError):
+            if isinstance(error, PeerError) and error.error_id != "interrupted":
                 # A broken connection is seldom the cause: give the watcher time to find it.
                 self.stopped.wait(3.0)
             try:
@@ -284,54 +290,6 @@ class Group:
         return time.monotonic() - self._last_contact if self._watcher is not None else 0.0
 
 
-@dataclass(frozen=True)
-class Membership:
-    """This process's place among the ranks of one run, and the store they share."""
-
-    rank: int
-    size: int
-    store: Any
-
-
-# Runs that this process took part in, by the ranks of the run.
-_runs: dict[str, int] = {}
-
-
-def join_ranks(process_group: Any = None, *, tag: str = "") -> Membership:
-    """Take the next number of a run of these ranks; every rank counts its own calls.
-
-    Calls with another `tag` are counted apart: a rank that missed the call for one target still
-    meets the others at the next target, and never with tensors of another step.
-
-    Inside an initialised process group (a trainer), its ranks take part through its store; no
-    group of the trainer is used or made. Under torchrun without one, the launcher's store serves.
-    Otherwise this is one process.
-
-    Ranks: the same order of runs on all ranks; waits for nobody.
-    """
-    if dist.is_available() and dist.is_initialized():
-        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        if dist.get_rank() not in ranks:
-            raise RequestError(
-                "bad-option",
-                "this rank is not in `process_group`",
-                expected=f"a call on ranks {', '.join(map(str, ranks))} only",
-                found=f"rank {dist.get_rank()}",
-            )
-        rank, size = ranks.index(dist.get_rank()), len(ranks)
-        store = dist.distributed_c10d._get_default_store() if size > 1 else None
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=300)))
-        ranks = list(range(size))
-    else:
-        store, rank, size, ranks = None, 0, 1, [0]
-    if store is None:
-        return Membership(rank, size, None)
-    name = f"dist_merge/{'-'.join(map(str, ranks))}{tag}"
-    number = _runs[name] = _runs.get(name, -1) + 1
-    return Membership(rank, size, PrefixStore(f"{name}/{number}", store))
-
-
 @contextmanager
 def open_members(members: Membership, *, timeout: float) -> Iterator[Group]:
     """Start watching the other ranks, and leave them at the end. Ranks: waits for nobody."""
@@ -355,8 +313,3 @@ def _clone(store: Any) -> Any:
         return store.clone()
     except (RuntimeError, AttributeError, NotImplementedError):
         return store
-
-
-def local_rank() -> int:
-    """Index of this process on its host, as the launcher says; 0 without one."""
-    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -48,7 +48,9 @@ class Job:
     @property
     def copied_nbytes(self) -> int:
         """Upper bound of the bytes copied from the base."""
-        return 0 if self.base is None else sum(file.nbytes for file in self.base.files)
+        if self.base is None or self.is_adapter_alone:
+            return 0
+        return sum(file.nbytes for file in self.base.files)
 
     def make_plan(self) -> MergePlan:
         """Make the plan; pure, the same on every rank."""

@@ -1,21 +1,20 @@
-"""The heart of a merge: gather, operate, write and verify, output shard by output shard."""
+"""The heart of a merge: gather bucket by bucket, while rank 0 writes and verifies."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .adapters.watch import AdapterWatch
 from .contracts import SourceReader, Transport
-from .gather import gather_bucket, prepare_bucket
+from .gather import HeldBox, gather_bucket, prepare_bucket
 from .group import Group
+from .output_pipeline import OutputPipeline
 from .progress import Progress
 from .records import Bucket, MergePlan
-from .verify import compute_outputs, verify_output_shard
-from .write import ShardWriter
 
 T = TypeVar("T")
 
@@ -46,79 +45,40 @@ def merge_shards(
 
     Ranks: collective.
     """
-    weights: dict[str, tuple[str, int]] = {}
-    for number, shard in enumerate(plan.output_shards):
-        merger = ShardMerger(plan, number, artifact_dir, group, progress, watch)
-        for bucket in (b for b in plan.buckets if b.output_shard == number):
-            merger.merge_bucket(bucket, reader=reader, transport=transport)
-        finish = merger.finish if group.rank == 0 else nothing
-        done = group.prepare(f"verify/{number}", finish)
-        if done is not None:
-            weights[shard.path] = done
-    return weights
-
-
-def nothing() -> None:
-    """What the other ranks do while rank 0 verifies."""
-
-
-@dataclass
-class ShardMerger:
-    """Gathers, writes and verifies one output shard."""
-
-    plan: MergePlan
-    number: int
-    artifact_dir: Path | None
-    group: Group
-    progress: Progress
-    watch: AdapterWatch | None = None
-    writer: ShardWriter | None = None
-    source_digests: dict[str, Any] = field(default_factory=dict)
-    output_digests: dict[str, bytes] = field(default_factory=dict)
-
-    def merge_bucket(self, bucket: Bucket, *, reader: SourceReader, transport: Transport) -> None:
-        """Bring one bucket to rank 0, compute its output tensors and append them to the file.
-
-        Ranks: collective.
-        """
-        group = self.group
-        name = f"bucket/{bucket.index}"
-        held = group.prepare(
-            name, lambda: prepare_bucket(self.plan, bucket, reader=reader, group=group)
+    pipeline = None
+    if group.rank == 0:
+        assert artifact_dir is not None
+        pipeline = OutputPipeline(
+            plan, artifact_dir=artifact_dir, group=group, progress=progress, watch=watch
         )
-        gathered = gather_bucket(self.plan, bucket, held=held, transport=transport, group=group)
-        if gathered is None:
-            return
-        self.source_digests.update(gathered.digests)
-        shard = self.plan.output_shards[self.number]
-        if self.watch is not None:
-            self.watch.see_sources(gathered.tensors)
-        if self.writer is None:
-            assert self.artifact_dir is not None
-            path = self.artifact_dir / shard.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.writer = ShardWriter(path, output_shard=shard, group=group)
-        for output, result, digest in compute_outputs(self.plan, bucket, gathered):
-            if digest is not None:
-                self.output_digests[output.name] = digest
-            if self.watch is not None and not shard.is_adapter:
-                self.watch.see_output(output, result, gathered.tensors)
-            self.writer.write(result)
-            self.progress.advance(result.nbytes)
+    try:
+        for bucket in plan.buckets:
+            held = group.prepare(
+                f"bucket/{bucket.index}",
+                partial(prepare, plan, bucket, reader=reader, group=group, pipeline=pipeline),
+            )
+            gathered = gather_bucket(plan, bucket, held=held, transport=transport, group=group)
+            if pipeline is not None and gathered is not None:
+                pipeline.put(bucket, gathered)
+            del held, gathered
+        return group.prepare("verify", lambda: pipeline.finish() if pipeline is not None else {})
+    finally:
+        if pipeline is not None:
+            pipeline.close()
 
-    def finish(self) -> tuple[str, int]:
-        """Sync the file, reopen it and compare it with its sources. Ranks: rank 0 only."""
-        assert self.writer is not None
-        sha256 = self.writer.finish()
-        nbytes = verify_output_shard(
-            self.plan,
-            self.plan.output_shards[self.number],
-            path=self.writer.path,
-            source_digests=self.source_digests,
-            output_digests=self.output_digests,
-            group=self.group,
-        )
-        return sha256, nbytes
+
+def prepare(
+    plan: MergePlan,
+    bucket: Bucket,
+    *,
+    reader: SourceReader,
+    group: Group,
+    pipeline: OutputPipeline | None,
+) -> list[HeldBox]:
+    """Prepare a bucket, unless what was gathered before has failed."""
+    if pipeline is not None:
+        pipeline.check()
+    return prepare_bucket(plan, bucket, reader=reader, group=group)
 
 
 class Hasher:

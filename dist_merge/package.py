@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import BaseModelError
-from .files import copy_file, encode_json, read_json, sha256_file, write_json, write_new_file
+from .files import (
+    copy_file,
+    encode_json,
+    make_parents,
+    read_json,
+    sha256_file,
+    write_json,
+    write_new_file,
+)
 from .records import BaseModel, MergePlan, SourceFile
 
 
@@ -41,8 +49,7 @@ def package_base_files(
     edited: list[str] = []
     known = {file.path: file for file in base.files}
     for source, destination in sorted(copies.items()):
-        path = artifact_dir / destination
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = make_parents(artifact_dir, destination)
         check_unchanged(base_dir, known[source])
         removed = base.edited_configs.get(source, ())
         if removed:

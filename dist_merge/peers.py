@@ -103,7 +103,7 @@ class Peers:
             "peer-died",
             f"rank {rank} ended without a word: it was killed or crashed",
             rank=rank,
-            hint="look for an out-of-memory kill, then run again; nothing was published",
+            hint="look for an out-of-memory kill; a target that is there is complete",
         )
 
     def _check_one(self, rank: int, beat: dict[str, Any], now: float) -> MergeError | None:

@@ -13,11 +13,14 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .errors import TargetError
+from .errors import PeerError, TargetError
 from .files import encode_json, fsync_dir, write_new_file
 from .peers import process_identity, process_start
 
@@ -26,6 +29,10 @@ AT_FDCWD = -100
 RENAME_NOREPLACE = 1
 # What file systems and kernels answer that cannot rename without replacing.
 NO_NOREPLACE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+# A rename that takes longer hangs in the file system; its staging folder is left to the next run.
+RENAME_SECONDS = 10.0
+# A run writes its note right after it made the folder; later there is nobody to write it.
+NOTE_SECONDS = 60.0
 
 
 def check_target(target: Path, *, inputs: Sequence[Path], needed_nbytes: int) -> None:
@@ -106,13 +113,20 @@ def make_exists_error(target: Path) -> TargetError:
 
 
 class Staging:
-    """An unpublished output folder; `artifact_dir` is what will become the target."""
+    """An unpublished output folder; `artifact_dir` is what will become the target.
+
+    `is_published` once the artifact is at the target, whatever fails after that. One thread may
+    publish while another discards: whoever comes first, the artifact is never renamed in pieces.
+    """
 
     def __init__(self, target: Path, wrapper: Path, owner: dict[str, Any]) -> None:
         self.target = target
         self.wrapper = wrapper
         self.artifact_dir = wrapper / "artifact"
+        self.is_published = False
         self._owner = owner
+        self._lock = threading.Lock()
+        self._is_discarded = False
 
     @classmethod
     def create(cls, target: Path) -> Staging:
@@ -126,18 +140,37 @@ class Staging:
         owner = {**process_identity(), "claimed_target_inode": None}
         os.mkdir(wrapper)
         staging = cls(target, wrapper, owner)
-        write_new_file(wrapper / OWNER_NAME, encode_json(owner))
-        os.mkdir(staging.artifact_dir)
+        try:
+            write_new_file(wrapper / OWNER_NAME, encode_json(owner))
+            os.mkdir(staging.artifact_dir)
+        except BaseException:
+            staging.discard()
+            raise
         return staging
 
-    def publish(self) -> None:
+    def publish(self, *, confirm: Callable[[], None] | None = None) -> None:
         """Flush all folders, then rename the artifact onto the target without replacing.
+
+        Args:
+            confirm: Called at the last moment; raises when the run was stopped.
 
         Raises:
             TargetError: Something appeared at the target meanwhile; it is left as it is.
+            PeerError: The staging folder was discarded before.
         """
-        for folder, _, _ in os.walk(self.artifact_dir, topdown=False):
+        for folder, _, _ in os.walk(self.artifact_dir, topdown=False, onerror=_raise):
             fsync_dir(Path(folder))
+        with self._lock:
+            if confirm is not None:
+                confirm()
+            if self._is_discarded:
+                raise PeerError("interrupted", "the run was stopped before it could publish")
+            self._rename()
+            self.is_published = True
+        fsync_dir(self.target.parent)
+        self.discard()
+
+    def _rename(self) -> None:
         code = rename_noreplace(self.artifact_dir, self.target)
         if code in NO_NOREPLACE:
             self._publish_onto_claim()
@@ -145,8 +178,6 @@ class Staging:
             raise make_exists_error(self.target)
         elif code:
             raise OSError(code, os.strerror(code), str(self.target))
-        fsync_dir(self.target.parent)
-        self.discard()
 
     def _publish_onto_claim(self) -> None:
         """Claim the name with an empty folder of our own, then rename onto that."""
@@ -162,17 +193,28 @@ class Staging:
             os.rename(self.artifact_dir, self.target)
         except OSError as error:
             if self.artifact_dir.exists():
-                os.rmdir(self.target)
+                with suppress(OSError):  # someone put something into it: theirs now
+                    os.rmdir(self.target)
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise make_exists_error(self.target) from error
             raise
 
     def discard(self) -> None:
         """Remove the staging folder; idempotent, never raises."""
-        for _ in range(3):  # a thread that is being stopped may still create a file
-            shutil.rmtree(self.wrapper, ignore_errors=True)
-            if not self.wrapper.exists():
-                return
+        if not self._lock.acquire(timeout=RENAME_SECONDS):
+            return
+        try:
+            self._is_discarded = True
+            for _ in range(3):  # a thread that is being stopped may still create a file
+                shutil.rmtree(self.wrapper, ignore_errors=True)
+                if not os.path.lexists(self.wrapper):
+                    return
+        finally:
+            self._lock.release()
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _prefix(target: Path) -> str:
@@ -195,6 +237,10 @@ def clear_dead_stagings(target: Path) -> list[str]:
             same, is_alive, owner = False, False, {}
         if is_alive:
             continue
+        if not same and not owner and is_barely_begun(wrapper):
+            shutil.rmtree(wrapper, ignore_errors=True)
+            notes.append(f"removed the staging folder of a killed run: {wrapper.name}")
+            continue
         if not same:
             notes.append(f"a staging folder of another run is here; if it is dead: rm -r {wrapper}")
             continue
@@ -205,6 +251,15 @@ def clear_dead_stagings(target: Path) -> list[str]:
         shutil.rmtree(wrapper, ignore_errors=True)
         notes.append(f"removed the staging folder of a killed run: {wrapper.name}")
     return notes
+
+
+def is_barely_begun(wrapper: Path) -> bool:
+    """Tell whether a staging folder is of a run that was killed before it wrote its note."""
+    try:
+        age = time.time() - wrapper.stat().st_mtime
+        return age > NOTE_SECONDS and set(os.listdir(wrapper)) <= {OWNER_NAME}
+    except OSError:
+        return False
 
 
 def rename_noreplace(source: Path, target: Path) -> int:

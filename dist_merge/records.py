@@ -279,3 +279,4 @@ class MergeResult:
     nbytes: int
     seconds: Mapping[str, float]
     notes: tuple[str, ...] = ()
+    uploaded_to: str | None = None

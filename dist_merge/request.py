@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import RequestError
 
@@ -36,6 +37,33 @@ def parse_size(text: str | int, *, option: str) -> int:
             hint="give bytes, or a number with a unit, for example 2GiB or 5GB",
         )
     return size
+
+
+def check_repo_name(text: str) -> None:
+    """Check the name of a hub repository, `ORG/REPO`.
+
+    Raises:
+        RequestError: It is none.
+    """
+    from huggingface_hub import utils
+    from huggingface_hub.errors import HFValidationError
+
+    library: Any = utils  # typed as if it did not export this
+    found = repr(text)
+    try:
+        organisation, _, name = text.partition("/")
+        is_good = bool(organisation and name)
+        for part in (organisation, name, text) if is_good else ():
+            library.validate_repo_id(part)
+    except HFValidationError as error:
+        is_good, found = False, str(error)
+    if not is_good:
+        raise RequestError(
+            "bad-repo-name",
+            "`hf_upload_path` is no name of a hub repository",
+            expected="ORG/REPO, for example my-team/my-model",
+            found=found,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +100,8 @@ class ModelMergerConfig:
     buffer_size: int | str = 256 * 2**20
     timeout: float = 1800.0
     quiet: bool = False
+    hf_upload_path: str | None = None
+    private: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -111,6 +141,12 @@ class ModelMergerConfig:
                 "bad-option",
                 f"`adapter_name` is {self.adapter_name!r}",
                 expected="a name without dots",
+            )
+        if self.hf_upload_path is not None:
+            check_repo_name(self.hf_upload_path)
+        elif self.private:
+            raise RequestError(
+                "bad-option", "`private` is for uploads", hint="pass --hf_upload_path ORG/REPO too"
             )
         if self.backend != LIVE:
             self.require("local_dir")

@@ -16,7 +16,7 @@ from .adapters.watch import AdapterWatch
 from .base_reader import BaseReader, ReaderWithBase
 from .contracts import Transport
 from .describe import describe_inventory, describe_plan
-from .errors import PlanError
+from .errors import PlanError, UploadError
 from .files import sha256_file
 from .finish import finish_folder
 from .group import Group, open_group
@@ -102,6 +102,8 @@ class MergeRun:
         """Remove the staging folder and close the sources; idempotent."""
         if self.staging is not None:
             self.staging.discard()
+            if self.staging.is_published and self.group.cause is not None:
+                self.group.cause.hint = "the error came after publishing: the target is complete"
         if self.sources is not None:
             self.sources.reader.close()
         if self.base_reader is not None:
@@ -116,6 +118,8 @@ class MergeRun:
 
     def _execute(self) -> MergeResult:
         self.on_rank_0("check-target", self.check_new_target)
+        if self.config.hf_upload_path is not None:
+            self.on_rank_0("check-hub", self.check_hub)
         with self.timed("inspect"):
             job = self.inspect()
         with self.timed("plan"):
@@ -142,6 +146,10 @@ class MergeRun:
                 "finish", lambda: self.finish(plan, job, packaged, merged, hashes)
             )
             self.on_rank_0("publish", self.publish)
+        if self.config.hf_upload_path is not None:
+            with self.timed("upload"):
+                url = self.on_rank_0("upload", self.upload)
+            result = None if result is None else replace(result, uploaded_to=url)
         return self.share_result(result)
 
     @property
@@ -363,7 +371,36 @@ class MergeRun:
     def publish(self) -> None:
         """Rename the staging folder onto the target. Ranks: rank 0 only."""
         assert self.staging is not None
-        self.staging.publish()
+        self.staging.publish(confirm=self.group.confirm)
+
+    def check_hub(self) -> None:
+        """Refuse an upload that cannot work, before the merge. Ranks: rank 0 only."""
+        from .upload import check_hub  # the hub's library is loaded where it is needed only
+
+        note = check_hub()
+        self.notes += [note] if note is not None else []
+
+    def upload(self) -> str:
+        """Upload the published target; returns the repository's address. Ranks: rank 0 only."""
+        from .upload import upload_artifact
+
+        log(f"published: {self.target}", enabled=self.talks)
+        try:
+            report = upload_artifact(
+                self.target,
+                str(self.config.hf_upload_path),
+                private=self.config.private,
+                base_model=self.config.base_model,
+                is_checked=True,
+                quiet=not self.talks,
+                # Less than the other ranks' patience, so that this rank says what hangs.
+                timeout=0.9 * self.config.timeout,
+                on_progress=self.group.advance,
+            )
+        except UploadError as error:
+            error.where = f"`{self.target}` is published and complete; only the upload failed"
+            raise
+        return report.url
 
     def share_result(self, result: MergeResult | None) -> MergeResult:
         """Hand rank 0's result to all ranks."""

@@ -39,7 +39,11 @@ class ShardWriter:
         self._sha256 = hashlib.sha256()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
         self._descriptor = os.open(path, flags, 0o666)
-        self._write(memoryview(self.header))
+        try:
+            self._write(memoryview(self.header))
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, tensor: torch.Tensor) -> None:
         """Append one tensor's bytes, row-major."""

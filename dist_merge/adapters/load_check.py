@@ -91,7 +91,8 @@ def check_loaded(folder: Path, adapter: AdapterPlan, model: Any, *, library: str
     import peft
     from safetensors.torch import load_file
 
-    found = peft.get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    # Without embeddings: to find out whether they changed, PEFT would ask the hub for the base.
+    found = peft.get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     # A model that PEFT does not wrap has keys without its prefix.
     found = {name.removeprefix(PEFT_PREFIX): value for name, value in found.items()}
     wanted = load_file(folder / PEFT_WEIGHTS)

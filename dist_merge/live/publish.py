@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import MergeError, as_merge_error
-from ..group import Membership, join_ranks, open_members
+from ..group import open_members
 from ..job import run_interruptibly
+from ..membership import Membership, join_ranks
 from ..records import MergeResult
 from ..request import LIVE, ModelMergerConfig
 from ..run import MergeRun

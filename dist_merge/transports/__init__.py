@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from ..contracts import Transport
 from ..errors import RequestError
-from ..group import Group, local_rank
+from ..group import Group
+from ..membership import local_rank
 from .gloo import GlooTransport
 from .nccl import DeviceTransport
 

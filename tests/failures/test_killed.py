@@ -28,7 +28,7 @@ FAULTS = [
     ("kill", 0, 3, "rank 0"),
     ("error", 1, 9, "Input/output error"),
     ("step-open-sources", 1, 1, "rank 1 ended without a word"),
-    ("step-verify/0", 1, 1, "rank 1 ended without a word"),
+    ("step-verify", 1, 1, "rank 1 ended without a word"),
     ("step-package", 0, 1, "rank 0"),
 ]
 

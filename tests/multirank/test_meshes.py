@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from dist_merge.errors import SourceError
-from dist_merge.plan import make_source_tensors
+from dist_merge.plan_sources import make_source_tensors
 from dist_merge.records import DTYPES
 from dist_merge.sources.rank_files import RankFileSource
 from tests.helpers.launch import python, torchrun

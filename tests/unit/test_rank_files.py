@@ -16,7 +16,7 @@ from torch import nn
 from dist_merge.cli import make_parser
 from dist_merge.errors import RequestError, SourceError
 from dist_merge.inspect_sources import choose_source
-from dist_merge.plan import make_source_tensors
+from dist_merge.plan_sources import make_source_tensors
 from dist_merge.records import SourceTensor
 from dist_merge.request import ModelMergerConfig
 from dist_merge.sources.keys import clean_key

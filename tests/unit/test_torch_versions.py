@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dist_merge.plan import make_source_tensors
+from dist_merge.plan_sources import make_source_tensors
 from dist_merge.sources import SOURCES
 from dist_merge.sources.unpickle import load_rank_file
 
