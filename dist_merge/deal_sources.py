@@ -51,6 +51,7 @@ def compare_copies(
 
     A sample of each is digested: both ends, where torch's files keep the checksums of everything
     between, and blocks of the rest. A difference elsewhere in a file without checksums is not seen.
+    Files of one inode number and one time to the nanosecond count as one, and are not sampled.
 
     Raises:
         SourceError: Two machines hold different files under one path.

@@ -242,7 +242,7 @@ class Group:
             raise PeerError(
                 "peer-lost",
                 "the store through which the ranks talk is gone: its process ended",
-                hint="see the first error above, or the launcher's summary",
+                hint="it lives in the job's first rank or its launcher: look at that machine",
             ) from error
 
     def _set(self, key: str, value: bytes) -> None:

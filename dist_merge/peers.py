@@ -91,7 +91,7 @@ class Peers:
         return PeerError(
             "peer-lost",
             "the store through which the ranks talk is gone: its process ended",
-            hint="see the launcher's summary for the rank that failed first",
+            hint="it lives in the job's first rank or its launcher: look at that machine",
         )
 
     def _is_dead(self, beat: dict[str, Any]) -> bool:

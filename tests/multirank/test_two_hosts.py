@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.tensor
 
+from dist_merge import ModelMergerConfig, merge_model
 from tests.conftest import Lab
-from tests.helpers.launch import ROOT, Finished, run, torchrun
-from tests.helpers.two_hosts import ADDRESSES, Host, NotAllowedError, open_hosts
+from tests.helpers.launch import ROOT, Finished, torchrun
+from tests.helpers.two_hosts import ADDRESSES, Host, Job, NotAllowedError, open_hosts
 
 PORTS = iter(range(29811, 29899))
 SECONDS_TO_NOTICE = 20
@@ -75,7 +77,14 @@ class Site:
             "--target_dir", self.target, "--trust-checkpoint", "--quiet",
         ]  # fmt: skip
 
-    def start(self, stack: ExitStack, command: list[object], *, nproc: int, **more: str) -> list:
+    def start(
+        self,
+        stack: ExitStack,
+        command: list[object],
+        *,
+        nproc: tuple[int, int] = (1, 1),
+        **more: str,
+    ) -> list[Job]:
         """Start a command on both machines."""
         port = str(next(PORTS))
         mounts = (f"--bind {self.second} {self.actor}", f"-t tmpfs none {self.only_first}")
@@ -83,7 +92,7 @@ class Site:
         for host in self.hosts:
             environment = {
                 "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-                "NNODES": "2", "NODE_RANK": str(host.number), "NPROC": str(nproc),
+                "NNODES": "2", "NODE_RANK": str(host.number), "NPROC": str(nproc[host.number]),
                 "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": port, **more,
             }  # fmt: skip
             here = mounts if host.number == 1 else ()
@@ -92,7 +101,7 @@ class Site:
             )
         return jobs
 
-    def merge(self, *extra: object, nproc: int = 1) -> list[Finished]:
+    def merge(self, *extra: object, nproc: tuple[int, int] = (1, 1)) -> list[Finished]:
         """Merge with `launch/multi_node.sh` on both machines."""
         with ExitStack() as stack:
             command = ["bash", ROOT / "launch" / "multi_node.sh", *self.options, *extra]
@@ -123,20 +132,19 @@ def check_equal(one: Path, other: Path) -> None:
     assert (mismatch, errors) == ([], [])
 
 
-def merge_alone(actor: Path, base: Path, target: Path, *extra: object) -> Path:
+def merge_alone(actor: Path, base: Path, target: Path, **options: Any) -> Path:
     """The same merge by one process, where everything lies on one disk."""
-    options = ["--local_dir", actor, "--base_model", base, "--target_dir", target]
-    done = run(
-        [sys.executable, "-m", "dist_merge", "merge", *options, *extra,
-         "--trust-checkpoint", "--quiet"]
+    config = ModelMergerConfig(
+        local_dir=actor, base_model=base, target_dir=target, trust_checkpoint=True, quiet=True,
+        **options,
     )  # fmt: skip
-    assert done.code == 0, done.stderr
+    merge_model(config)
     return target
 
 
 def test_two_machines_equal_one_process(site: Site, lab: Lab) -> None:
     """Catches a rank that wants files, a base or a target it does not have, or has no file."""
-    one, two = site.merge(nproc=2)
+    one, two = site.merge(nproc=(2, 1))
     assert (one.code, two.code) == (0, 0), one.stderr + two.stderr
     assert json.loads(one.stdout)["output_dir"] == str(site.target)
     assert two.stdout == ""
@@ -157,10 +165,11 @@ def test_dcp_folder_on_two_machines_equals_one_process(site: Site, lab: Lab) -> 
         folder.mkdir()
         shutil.copy2(step / name, folder)
     shutil.copy2(step / ".metadata", site.second)
-    config = ("--hf_model_config_path", lab.run() / "actor" / "huggingface")
-    one, two = site.merge(*config)
+    config = lab.run() / "actor" / "huggingface"
+    one, two = site.merge("--hf_model_config_path", config)
     assert (one.code, two.code) == (0, 0), one.stderr + two.stderr
-    check_equal(merge_alone(step, lab.base, site.folder / "alone", *config), site.target)
+    alone = merge_alone(step, lab.base, site.folder / "alone", hf_model_config_path=config)
+    check_equal(alone, site.target)
 
 
 def test_missing_files_are_listed_as_ranges_on_both_machines(site: Site) -> None:
@@ -179,23 +188,6 @@ def test_missing_files_are_listed_as_ranges_on_both_machines(site: Site) -> None
     assert not site.target.exists()
 
 
-def test_two_steps_under_one_path_are_refused(site: Site) -> None:
-    """Catches files of two steps mixed because their names and sizes are equal."""
-    name = "model_world_size_2_rank_0.pt"
-    state = torch.load(site.actor / name, weights_only=False)
-    weight = next(v for v in state.values() if hasattr(v, "_local_tensor"))._local_tensor
-    weight.detach().view(-1)[0] += 1e-3
-    torch.save(state, site.second / name)
-    times = (site.actor / name).stat().st_mtime_ns
-    os.utime(site.second / name, ns=(times, times))
-    assert (site.actor / name).stat().st_size == (site.second / name).stat().st_size
-    for host in site.merge():
-        assert host.code != 0
-        assert "source-disagrees" in host.stderr, host.stderr
-        assert name in host.stderr
-    assert not site.target.exists()
-
-
 @pytest.mark.parametrize("killed", [0, 1])
 def test_killed_machine_is_noticed(site: Site, killed: int) -> None:
     """Catches a survivor that waits for a machine that is gone."""
@@ -209,7 +201,6 @@ def test_killed_machine_is_noticed(site: Site, killed: int) -> None:
         jobs = site.start(
             stack,
             ["bash", "-c", script, "bash", *command],
-            nproc=1,
             FAULT_MARK=str(mark),
             FAULT=" ".join(map(str, fault)),
         )
@@ -221,7 +212,6 @@ def test_killed_machine_is_noticed(site: Site, killed: int) -> None:
         start = time.monotonic()
         finished = jobs[1 - killed].wait()
         seconds = time.monotonic() - start
-    print(seconds, finished.stderr)
     assert seconds < SECONDS_TO_NOTICE
     assert finished.code != 0
     assert f"rank {killed}" in finished.stderr or "peer-lost" in finished.stderr, finished.stderr
@@ -231,40 +221,60 @@ def test_killed_machine_is_noticed(site: Site, killed: int) -> None:
     assert killed == 0 or not left
 
 
-def test_machine_without_the_folder_takes_part(lab: Lab, tmp_path: Path) -> None:
-    """Catches a rank that opens a folder its machine does not have."""
-    config = {
-        "base_model": str(lab.base),
-        "hf_model_config_path": str(lab.run() / "actor" / "huggingface"),
-        "trust_checkpoint": True,
-        "quiet": True,
-    }
+def save_other_step(actor: Path) -> None:
+    """Change one number of rank 0's file; size and time stay as they are."""
+    path = actor / "model_world_size_2_rank_0.pt"
+    before = path.stat()
+    state = torch.load(path, weights_only=False)
+    weight = next(v for v in state.values() if hasattr(v, "_local_tensor"))._local_tensor
+    weight.detach().view(-1)[0] += 1e-3
+    torch.save(state, path)
+    os.utime(path, ns=(before.st_mtime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+
+
+# On which disks the checkpoint lies, the kind that is said, and what both ranks must see.
+DISKS: dict[str, tuple[tuple[int, ...], str, str | None]] = {
+    "first": ((0,), "auto", None),
+    "second": ((1,), "fsdp", None),
+    "second-auto": ((1,), "auto", None),
+    "none": ((), "fsdp", "local-dir-missing"),
+    "copies": ((0, 1), "auto", None),
+    "two-steps": ((0, 1), "auto", "source-disagrees"),
+}
+
+
+def test_folder_on_either_disk_on_none_or_on_both(lab: Lab, tmp_path: Path) -> None:
+    """Catches a rank that wants a folder its machine lacks, and two steps that are mixed.
+
+    Two ranks with a folder each; no namespaces are needed for this.
+    """
     cases = []
-    for holder, backend in ((0, "auto"), (1, "fsdp"), (1, "auto"), (None, "fsdp")):
-        name = f"{holder}-{backend}"
-        if holder is not None:
-            lab.copy_actor(tmp_path / name / f"disk{holder}")
-        target = tmp_path / f"{name}-out"
-        paths = {"local_dir": tmp_path / name / "disk{rank}", "target_dir": target}
-        texts = {key: str(path) for key, path in paths.items()}
-        cases.append({"name": name, "config": {**config, **texts, "backend": backend}})
+    for name, (disks, backend, _) in DISKS.items():
+        for disk in disks:
+            lab.copy_actor(tmp_path / name / f"disk{disk}")
+        config = {
+            "local_dir": str(tmp_path / name / "disk{rank}"),
+            "target_dir": str(tmp_path / f"{name}-out"),
+            "base_model": str(lab.base),
+            "hf_model_config_path": str(lab.run() / "actor" / "huggingface"),
+            "backend": backend,
+            "trust_checkpoint": True,
+            "quiet": True,
+        }
+        cases.append({"name": name, "config": config})
+    save_other_step(tmp_path / "two-steps" / "disk1")
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    (tmp_path / "seen").mkdir()
-    arguments = [tmp_path / "cases.json", tmp_path / "seen"]
-    done = torchrun("tests.helpers.run_cases", arguments, nproc=2)
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    done = torchrun("tests.helpers.run_cases", [tmp_path / "cases.json", seen], nproc=2)
     assert done.code == 0, done.stderr
-    seen = {
-        case["name"]: [
-            json.loads((tmp_path / "seen" / f"{case['name']}_{rank}.json").read_text())["error_id"]
-            for rank in (0, 1)
-        ]
-        for case in cases
-    }
-    assert seen == {
-        "0-auto": [None, None],
-        "1-fsdp": [None, None],
-        "1-auto": [None, None],
-        "None-fsdp": ["local-dir-missing"] * 2,
-    }
-    for name in ("1-fsdp", "1-auto"):
-        check_equal(tmp_path / "0-auto-out", tmp_path / f"{name}-out")
+    for name, (_, _, error_id) in DISKS.items():
+        ranks = [json.loads((seen / f"{name}_{rank}.json").read_text()) for rank in (0, 1)]
+        assert [rank["error_id"] for rank in ranks] == [error_id] * 2, (name, ranks)
+        if error_id is None:
+            check_equal(tmp_path / "first-out", tmp_path / f"{name}-out")
+        else:
+            assert not (tmp_path / f"{name}-out").exists()
+    text = json.loads((seen / "two-steps_1.json").read_text())["text"]
+    assert "`model_world_size_2_rank_0.pt` differs between machines" in text
