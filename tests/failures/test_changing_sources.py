@@ -12,7 +12,7 @@ import pytest
 
 from dist_merge import MergeError, ModelMergerConfig, merge_model
 from dist_merge.merge_job import Job
-from dist_merge.merge_shards import ShardMerger
+from dist_merge.output_pipeline import OutputPipeline
 from dist_merge.run import MergeRun
 from tests.conftest import Lab
 
@@ -62,7 +62,7 @@ def remove(path: Path) -> None:
 # Moments: after the inspection, before the last bucket is read, before the folder is finished.
 MOMENTS: dict[str, tuple[type, str]] = {
     "plan": (Job, "make_plan"),
-    "last bucket": (ShardMerger, "merge_bucket"),
+    "last bucket": (OutputPipeline, "put"),
     "package": (MergeRun, "package"),
 }
 
