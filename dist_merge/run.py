@@ -102,8 +102,13 @@ class MergeRun:
         """Remove the staging folder and close the sources; idempotent."""
         if self.staging is not None:
             self.staging.discard()
-            if self.staging.is_published and self.group.cause is not None:
-                self.group.cause.hint = "the error came after publishing: the target is complete"
+            cause = self.group.cause
+            if (
+                self.staging.is_published
+                and cause is not None
+                and not isinstance(cause, UploadError)
+            ):
+                cause.hint = "the error came after publishing: the target is complete"
         if self.sources is not None:
             self.sources.reader.close()
         if self.base_reader is not None:
