@@ -21,6 +21,8 @@ from tests.end_to_end.test_merge import list_tree, merge_arguments
 from tests.helpers.hub_server import Hub, StoredFile, serve_hub
 from tests.helpers.launch import Finished, make_environment, python, torchrun
 
+pytestmark = pytest.mark.slow
+
 REPO = "team/my-model"
 ENTRIES = {"model_index.json", "merge_manifest.json"}
 

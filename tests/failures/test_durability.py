@@ -14,6 +14,8 @@ import pytest
 from tests.conftest import Lab
 from tests.helpers.launch import run
 
+pytestmark = pytest.mark.slow
+
 CALL = re.compile(r"(\d+) +(fsync|fdatasync|write|renameat2|rename)\((.*)")
 RESUMED = re.compile(r"(\d+) +<\.\.\. (\w+) resumed>.*= 0")
 OPEN_FILE = re.compile(r"\d+<([^>]*)>")

@@ -17,6 +17,8 @@ from tests.conftest import Lab
 
 from .faulty_files import ERRORS, SHORT, Faults, plant
 
+pytestmark = pytest.mark.slow
+
 EVERY_WRITE = bool(os.environ.get("DIST_MERGE_EVERY_WRITE"))
 
 

@@ -29,6 +29,8 @@ from dist_merge.sources.rank_files import RankFileSource
 from tests.conftest import Lab
 from tests.unit.test_published import WEIGHTS, make_published
 
+pytestmark = pytest.mark.slow
+
 QUICK = settings(
     max_examples=150,
     deadline=None,

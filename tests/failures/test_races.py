@@ -16,6 +16,8 @@ from dist_merge import MergeError, ModelMergerConfig, merge_model, publish, vali
 from dist_merge.run import MergeRun
 from tests.conftest import Lab
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 30
 PATIENCE = 60
 

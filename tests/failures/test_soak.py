@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Lab as SharedLab
 
 from .jobs import Launcher
 from .points import SPOTS, Fault
 from .soak import Lab, Soak, Trial
+
+pytestmark = pytest.mark.slow
 
 OTHERS = [
     Fault("SIGTERM", "inspect", 0, 1),
