@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 
 from dist_merge import MergeError, ModelMergerConfig, merge_model, publish, validate_artifact
+from dist_merge.errors import PeerError
 from dist_merge.run import MergeRun
 from tests.conftest import Lab
 
@@ -150,3 +152,66 @@ def test_claimed_folder_is_filled_by_someone_else(lab: Lab, tmp_path: Path) -> N
         merge_model(make_config(lab, target))
     assert os.listdir(tmp_path) == ["out"]
     assert os.listdir(target) == ["mine"]
+
+
+def test_clean_up_and_rename_exclude_each_other(tmp_path: Path) -> None:
+    """Catches a half-removed folder that a late thread still renames onto the target."""
+    target = tmp_path / "out"
+    staging = publish.Staging.create(target)
+    (staging.artifact_dir / "weights").write_text("x")
+    entered, go_on = threading.Event(), threading.Event()
+    rename = publish.rename_noreplace
+
+    def slow(source: Path, destination: Path) -> int:
+        entered.set()
+        go_on.wait(PATIENCE)
+        return rename(source, destination)
+
+    with mock.patch.object(publish, "rename_noreplace", slow):
+        publisher = threading.Thread(target=staging.publish)
+        publisher.start()
+        assert entered.wait(PATIENCE)
+        cleaner = threading.Thread(target=staging.discard)
+        cleaner.start()
+        cleaner.join(0.3)
+        assert (staging.artifact_dir / "weights").exists(), "removed while it is renamed"
+        go_on.set()
+        publisher.join()
+        cleaner.join()
+    assert os.listdir(target) == ["weights"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("moment", ["before", "at the end"])
+def test_stopped_run_does_not_publish(tmp_path: Path, moment: str) -> None:
+    """Catches a target that appears after the run has reported its failure."""
+    target = tmp_path / "out"
+    staging = publish.Staging.create(target)
+    confirm = staging.discard if moment == "before" else None
+    if confirm is not None:
+        confirm()
+        with pytest.raises(OSError, match="artifact"):
+            staging.publish()
+    else:
+
+        def stopped() -> None:
+            raise PeerError("peer-died", "rank 1 ended")
+
+        with pytest.raises(PeerError, match="peer-died"):
+            staging.publish(confirm=stopped)
+        staging.discard()
+    assert os.listdir(tmp_path) == []
+
+
+def test_staging_killed_before_its_note_is_removed_when_old(tmp_path: Path) -> None:
+    """Catches a folder that stays for ever, or one that a living run has just made."""
+    old, new, full = (tmp_path / f".out.dist_merge-{name}" for name in ("old", "new", "full"))
+    for folder in (old, new, full):
+        folder.mkdir()
+    (old / publish.OWNER_NAME).touch()
+    (full / "artifact").mkdir()
+    for folder in (old, full):
+        os.utime(folder, (0, 0))
+    notes = publish.clear_dead_stagings(tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == [full.name, new.name]
+    assert len(notes) == 3
